@@ -19,7 +19,8 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -148,9 +149,8 @@ def compare(work: Work, repetitions: int, rules: Rules, *, in_turn: bool) -> dic
         sides: dict[str, Side] = {}
         try:
             for name in names:
-                sides[name] = Side(name, work, rules)
-            for side in sides.values():
-                side.watched_step()
+                tries = (1,) if in_turn or name != "trl" else micro_batches(len(work.prompts))
+                sides[name] = first_that_fits(name, work, rules, tries)
             for _ in range(repetitions):
                 for side in sides.values():
                     side.measured.append(side.step())
@@ -160,7 +160,34 @@ def compare(work: Work, repetitions: int, rules: Rules, *, in_turn: bool) -> dic
             for side in sides.values():
                 side.end()
         results |= {name: side.result() for name, side in sides.items()}
+        if "trl" in sides:
+            results["trl"]["groups_in_micro_batch"] = sides["trl"].groups
     return {"work": asdict(work), **results}
+
+
+def micro_batches(groups: int) -> tuple[int, ...]:
+    """Numbers of groups that divide a step's into equal micro-batches, the largest first: all, a half, a quarter and so on."""
+    numbers = [groups]
+    while numbers[-1] % 2 == 0:
+        numbers.append(numbers[-1] // 2)
+    return tuple(numbers)
+
+
+def first_that_fits(name: str, work: Work, rules: Rules, tries: Sequence[int]) -> Side:
+    """A side that has taken a watched step, with the first of these micro-batches for which there is memory."""
+    for groups in tries:
+        side = Side(name, work, replace(rules, groups=groups))
+        try:
+            side.watched_step()
+        except MemoryError:
+            side.end()
+            print(f"  {name}: {groups} groups in a micro-batch do not fit", flush=True)
+        except BaseException:
+            side.end()
+            raise
+        else:
+            return side
+    raise SystemExit(f"{name} has too little memory for {tries[-1]} groups in a micro-batch")
 
 
 class Side:
@@ -176,6 +203,7 @@ class Side:
         assert self._process.pid is not None
         self._watch = Watch(self._process.pid)
         self._receive()
+        self.groups = rules.groups
         self.start_up = time.perf_counter() - started
         self.measured: list[dict[str, float]] = []
 
@@ -191,7 +219,8 @@ class Side:
 
     def end(self) -> None:
         """Let the process go."""
-        self._connection.send("end")
+        with suppress(BrokenPipeError):  # it has ended already
+            self._connection.send("end")
         self._process.join(60)
         self._process.kill()
 
@@ -208,9 +237,12 @@ class Side:
 
     def _receive(self) -> dict[str, float]:
         try:
-            return self._connection.recv()
+            received = self._connection.recv()
         except EOFError:
             raise SystemExit(f"{self._process.name} ended; see above") from None
+        if received == trl_side.OUT_OF_MEMORY:
+            raise MemoryError
+        return received
 
 
 def show(name: str, result: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ a LoRA adapter of rank 16. Of each size a step is sampled, learnt from and publi
 learns without an adapter, with float32 weights whose products are bfloat16. Beside the seconds stand floors, by what this GPU was
 seen to do just before with a large product and a large copy: a token is drawn no sooner than all weights and the keys and values of
 all rows are read, and learning takes no less than its products, forward and the gradient of their inputs. Results are kept as they
-come. Without a GPU, `--sizes tiny` shows that the program works.
+come, beside those of other sizes that the file has already. Without a GPU, `--sizes tiny` shows that the program works.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -214,13 +215,18 @@ def main() -> None:
     )
     described = machine()
     file = given.out or RESULTS / f"gpu-{slug(described)}.json"
-    found: dict[str, Any] = {"machine": described, "ceilings": ceilings(bench), "sizes": {}}
+    found: dict[str, Any] = {"machine": described, "ceilings": ceilings(bench)}
     print(described, found["ceilings"], flush=True)
     for name in given.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            found["sizes"][name] = measured(name, bench, Path(folder), found["ceilings"])
-        write_json(file, found)
+            numbers = measured(name, bench, Path(folder), found["ceilings"])
+        write_json(file, {**found, "sizes": {**stored_sizes(file), name: numbers}})
     print(f"stored in {file}")
+
+
+def stored_sizes(file: Path) -> dict[str, Any]:
+    """What the file has of all sizes, those of earlier calls among them."""
+    return json.loads(file.read_text())["sizes"] if file.exists() else {}
 
 
 def ceilings(bench: Bench) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """TRL's half of the comparison: a `GRPOTrainer` that waits before each step until it is asked for it.
 
-Its best setting on a CPU: base in bfloat16, LoRA, one group as a micro-batch, memory that is freed kept for the next use. On a GPU it may
-sample by vLLM in its own process (`vllm_mode="colocate"`).
+Its best setting on a CPU: base in bfloat16, LoRA, one group as a micro-batch, memory that is freed kept for the next use. On a GPU a
+micro-batch has as many groups as fit (`benchmarks.against_trl` tries), and TRL may sample by vLLM in its own process
+(`vllm_mode="colocate"`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ if TYPE_CHECKING:
     from trl import GRPOConfig
 
 
+OUT_OF_MEMORY = "out of memory"
+
+
 class Ended(Exception):
     """No further step is asked for."""
 
 
 def serve(connection: Connection, work: Work, rules: Rules) -> None:
-    """Answer each message with the seconds of a step until one says `end`."""
+    """Answer each message with the seconds of a step until one says `end`; with `OUT_OF_MEMORY` if a micro-batch does not fit."""
+    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
@@ -100,6 +105,8 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
             args=settings(
                 config,
                 folder,
+                per_device_train_batch_size=rules.groups * work.members,
+                gradient_accumulation_steps=len(work.prompts) // rules.groups,
                 generation_kwargs=exact_lengths,
                 logging_strategy="no",
                 **(colocated if rules.vllm else {}),
@@ -109,8 +116,11 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
             peft_config=new_lora_config(config.lora),
             callbacks=[Waiting()],
         )
-        with suppress(Ended):
-            trainer.train()
+        try:
+            with suppress(Ended):
+                trainer.train()
+        except torch.OutOfMemoryError:
+            connection.send(OUT_OF_MEMORY)
 
 
 def loaded(dtype: str, name: str = MODEL) -> tuple[Any, Any]:

@@ -60,6 +60,8 @@ class Rules:
     """Name or folder."""
     vllm: bool = False
     """Whether TRL samples by vLLM in its own process, on the GPU on which it learns."""
+    groups: int = 1
+    """Groups in a micro-batch of TRL."""
 
 
 W1 = Work((53, 73, 86, 91), 8, 48)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 import groupwise
 from benchmarks.gpu import SIZES
@@ -40,6 +41,8 @@ from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.bundled import bundled_folder
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import write_tensors
 from groupwise.engine.models.load import load_model
 from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
@@ -58,7 +61,15 @@ from tests.integration import toy_run
 from tests.processes import wait_until_async
 from tests.unit.engine.learner.native import test_attention
 from tests.unit.engine.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
-from tests.unit.engine.models.native.families import adapted, family, own_logits, randomised, text
+from tests.unit.engine.models.native.families import (
+    SMALL,
+    adapted,
+    family,
+    made,
+    own_logits,
+    randomised,
+    text,
+)
 
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")
 LAYOUT = DecodeLayout(slots=16, key_length=640)
@@ -413,6 +424,55 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
         assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
 
 
+def adapters_of_experts_have_the_gradients_of_a_processor(
+    case: DeviceCase, dtype: torch.dtype
+) -> None:
+    """Whose products are grouped by expert, of ranks that no tile fits."""
+    chosen_NK = torch.randint(4, (33, 2), generator=torch.Generator().manual_seed(1))
+    x_NH = torch.randn(33, SMALL["hidden_size"], generator=torch.Generator().manual_seed(2))
+
+    def computed(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        model = made(Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24, head_dim=8))
+        targets = ("experts.gate_up_proj", "experts.down_proj")
+        settings = LoraConfig(r=3, alpha=6, target_parameters=targets)
+        policy = AdaptedModel(model.to(device, dtype), new_lora_config(settings))
+        policy.add("policy", trainable=True, seed=0)
+        randomised(policy, "policy", size=0.3)
+        (path, _), *_ = experts_of(policy.base).items()
+        factors = [each for name, each in policy.parameters("policy").items() if path in name]
+        x = x_NH.to(device, dtype).requires_grad_()
+        shares_NK = torch.full(chosen_NK.shape, 0.5, device=device, dtype=dtype)
+        with policy.using("policy"):
+            y_NH = policy.base.get_submodule(path)(x, chosen_NK.to(device), shares_NK)
+        weights_N1 = torch.linspace(-1, 1, len(x), device=device)[:, None]
+        gradients = torch.autograd.grad((y_NH.float() * weights_N1).sum(), [x, *factors])
+        return [each.detach().cpu().float() for each in (y_NH, *gradients)]
+
+    found, wanted = computed(case.device, dtype), computed(torch.device("cpu"), torch.float32)
+    near = 1e-3 if dtype == torch.float32 else 0.1
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine - theirs).norm()) < near * float(theirs.norm())
+
+
+def one_head_of_keys_is_that_of_a_processor(case: DeviceCase, dtype: torch.dtype) -> None:
+    """With a dense mask, at the lengths at which a kernel of torch was wrong."""
+    ids_1T = torch.tensor([[5 + place % 80 for place in range(257)]])
+
+    @torch.no_grad()
+    def computed(device: torch.device, dtype: torch.dtype, length: int) -> Tensor:
+        decoder = Decoder(family("llama-mqa", dtype=dtype).to(device))
+        positions_1T = torch.arange(length, device=device)[None]
+        seen_1TK = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+        ids = ids_1T[:, :length].to(device)
+        return decoder.hidden(ids, positions_1T, seen_1TK, None)[0].cpu().float()
+
+    near = 1e-3 if dtype == torch.float32 else 0.1
+    for length in (65, 129, 257):
+        found = computed(case.device, dtype, length)
+        wanted = computed(torch.device("cpu"), torch.float32, length)
+        assert float((found - wanted)[-1].norm()) < near * float(wanted[-1].norm())
+
+
 def tf32_rounds_gradients_only_a_little(case: DeviceCase, name: str) -> None:
     """Of every factor they are near those of a processor, and further from them than with exact products."""
     wanted = gradients(name, torch.device("cpu"), case.folder)
@@ -515,6 +575,17 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
         pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
         wanted = torch.view_as_real(pairs * turns).flatten(-2)
         close(kernels.turned(heads, norm, turns, 1e-5, dtype), wanted)
+        d_wider = drawn(5, 7, 16, of=torch.float32)
+        with torch.enable_grad():
+            leaf = heads.float().requires_grad_()
+            x = leaf if norm is None else F.rms_norm(leaf, (16,), norm, 1e-5)
+            pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+            turned = torch.view_as_real(pairs * turns).flatten(-2)
+            (d_heads,) = torch.autograd.grad(turned, leaf, d_wider[:, 3:])
+        before = d_wider[:, :3].clone()
+        kernels.turned_gradient_(d_wider[:, 3:], heads, norm, turns, 1e-5)
+        close(d_wider[:, 3:], d_heads)
+        assert torch.equal(d_wider[:, :3], before), "its neighbours stay as they are"
 
 
 @torch.no_grad()

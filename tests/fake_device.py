@@ -6,9 +6,10 @@ Operations check these as a GPU would: one that mixes this device with the CPU f
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,15 @@ class FakeDevice:
         with self._mode, DEVICE:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return model.requires_grad_(False).eval()
+
+    @contextmanager
+    def autocast(self, dtype: torch.dtype) -> Generator[None]:
+        """Torch's autocast, of which this kind of device has none: what asks for it finds it, and products that it rounds refuse others."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "is_autocast_enabled", lambda device=None: device == DEVICE.type)
+            patch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+            patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+            yield
 
     def native(self, model: PreTrainedModel) -> NativeModel:
         """The model as plain matrices."""

@@ -1,14 +1,17 @@
 """A server that answers as SGLang does, with the model and the adapters of `tests/fake_vllm_server.py`.
 
 Routes, fields, statuses and messages are those of `python -m sglang.launch_server`: /generate, /load_lora_adapter, /unload_lora_adapter,
-/update_weights_from_disk, /model_info, and /v1/models, which lists the base alone, as in older releases, by the folder of the weights that
-it has read last. As there, `ignore_eos` takes effect on the requested stop tokens as well,
-and log-probabilities are at the temperature. Member i of a group is drawn with the seed i, where a real one takes random numbers.
+/update_weights_from_disk, /update_weights_from_tensor between /begin_weight_update and /end_weight_update, /model_info, and /v1/models,
+which lists the base alone, as in older releases, by the folder of the weights that it has read last. As there, `ignore_eos` takes effect
+on the requested stop tokens as well, and log-probabilities are at the temperature. Member i of a group is drawn with the seed i, where a
+real one takes random numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,9 @@ class SglangServer(VllmServer):
             "/load_lora_adapter": self._load_here,
             "/unload_lora_adapter": self._unload_here,
             "/update_weights_from_disk": self._read_weights,
+            "/begin_weight_update": self._map_weights,
+            "/update_weights_from_tensor": self._map_weights,
+            "/end_weight_update": self._map_weights,
         }
         routes = [Route(path, do, methods=["POST"]) for path, do in posted.items()]
         gets = {"/v1/models": self._list_base, "/model_info": self._say}
@@ -65,6 +71,23 @@ class SglangServer(VllmServer):
         self._listed_name, self.weight_version = folder, body["weight_version"]
         told = "Succeeded to update model weights."
         return JSONResponse({"success": True, "message": told, "num_paused_requests": 0})
+
+    async def _map_weights(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        path = request.url.path
+        if (path == "/begin_weight_update") == self._updating:
+            told = f"a weight-update session is {'already' if self._updating else 'not'} open"
+            return JSONResponse({"success": False, "message": told}, 400)
+        if path == "/update_weights_from_tensor":
+            assert body.keys() == {"serialized_named_tensors", "flush_cache", "weight_version"}
+            (pickled,) = body["serialized_named_tensors"]
+            self._take(dict(pickle.loads(b64decode(pickled))))
+            self.weight_version = body["weight_version"]
+        else:
+            self._updating = path == "/begin_weight_update"
+        return JSONResponse({"success": True, "message": "Success"})
 
     async def _list_base(self, request: Request) -> Response:
         _, instead = await self._begun(request)

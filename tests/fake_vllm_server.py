@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
-from groupwise.engine.models.files import read_model_tensors
-from groupwise.engine.models.lora import CONFIG, AdaptedModel, copy_exactly, read_lora_config
+from groupwise.engine.models.files import FULL_WEIGHTS, read_model_tensors, write_tensors
+from groupwise.engine.models.lora import (
+    CONFIG,
+    AdaptedModel,
+    copy_exactly,
+    read_adapter,
+    read_lora_config,
+)
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.servers.witness import Witness
@@ -327,6 +334,11 @@ class VllmServer:
                 f"Call to add_lora method failed: LoRA rank {config.r} is greater than max_lora_rank {self.set.max_lora_rank}.",
                 "InternalServerError",
             )
+        factors = read_adapter(Path(path))
+        if any(".experts.0." in each for each in factors):
+            merged = ServedModel(self._merged(factors, config.lora_alpha / config.r))
+            self.models[name] = self._serving(path, self.set.name, merged)
+            return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
         if self._adapted is None:
             self._adapted = AdaptedModel(self._base, config)
         weights = ServedAdapter(self._adapted, name.replace(".", "_"), config)
@@ -334,6 +346,19 @@ class VllmServer:
             weights.read(Path(path))
         self.models[name] = self._serving(path, self.set.name, weights)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _merged(self, factors: Mapping[str, torch.Tensor], scaling: float) -> Any:
+        """The base with an adapter that has factors for each matrix of each expert."""
+        assert self.set.folder is not None
+        tensors = read_model_tensors(self.set.folder)
+        for name in [name for name in factors if name.endswith(".lora_A.weight")]:
+            product = factors[name.replace("lora_A", "lora_B")] @ factors[name]
+            changed = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            tensors[changed] = tensors[changed] + scaling * product
+        with TemporaryDirectory() as folder:
+            self._base.config.save_pretrained(folder)
+            write_tensors(tensors, Path(folder) / FULL_WEIGHTS)
+            return AutoModelForCausalLM.from_pretrained(folder).eval()
 
     async def _unload(self, request: Request) -> Response:
         body, instead = await self._begun(request)
@@ -343,8 +368,8 @@ class VllmServer:
         if name not in self.adapters:
             return refusal(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
         weights = self.models.pop(name).weights
-        assert isinstance(weights, ServedAdapter)
-        weights.remove()
+        if isinstance(weights, ServedAdapter):
+            weights.remove()
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     # --- completions ------------------------------------------------------------------------------

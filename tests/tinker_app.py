@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from groupwise.api.http.bodies import Bodies
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.tinker.messages import is_installed
 from groupwise.server.tinker.routes import verb_routes
 from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.tensors import is_installed
 
 KEY = "tml-1-secret"
 

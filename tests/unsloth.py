@@ -20,9 +20,10 @@ TINY = ModelConfig(name="tiny", backend="unsloth")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have it be what `import unsloth` finds in this process."""
+    """Have it be what `import unsloth` finds in this process. After the test, what was imported before is back, or nothing."""
     monkeypatch.syspath_prepend(str(SITE))
-    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    del sys.modules["unsloth"]
 
 
 def told(python: Path, folder: Path, verb: str, *words: str) -> dict[str, Any]:

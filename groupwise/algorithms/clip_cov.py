@@ -1,4 +1,4 @@
-"""Clip-Cov, of "The entropy mechanism of reinforcement learning": https://arxiv.org/abs/2505.22617, equations 11 and 12.
+"""Clip-Cov, of "The entropy mechanism of reinforcement learning": https://arxiv.org/abs/2505.22617.
 
     A_i    = (r_i − mean(r)) / (std(r) + 1e-4)
     cov_t  = (A_t − mean(A)) · (log-probability_t − mean(log-probability))       means over the trained tokens of the step

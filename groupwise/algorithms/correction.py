@@ -10,8 +10,8 @@ log-probabilities are the learner's at the start of the step. The ratio that is 
     *_mask       weights above the cap become 0, and the token or rollout is left out
 
 Weights below the floor are treated in the same way: they become the floor, or 0. token_mask with both bounds is IcePop
-(https://arxiv.org/abs/2510.18855, equation 3). These are the modes of TRL's `vllm_importance_sampling_mode`; its default is sequence_mask
-with a cap of 3 and no floor.
+(https://arxiv.org/abs/2510.18855; https://arxiv.org/abs/2512.16144, equation 1). These are the modes of TRL's
+`vllm_importance_sampling_mode`; its default is sequence_mask with a cap of 3 and no floor.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ the step for every algorithm, so that its coefficient means the same everywhere.
 
 Two more knobs act on single tokens by their entropy H, as it is at the update, without gradient:
 
-    top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939, equation 5). The
+    top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939). The
                            quantile is that of the row; the paper's and TRL's is that of a batch, on whose cut it would depend
-    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap) (https://arxiv.org/abs/2506.14758,
-                           equations 7 and 8)
+    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap) (https://arxiv.org/abs/2506.14758)
 
 A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
 surrogate of a token.

@@ -1,4 +1,4 @@
-"""GDPO, group reward-decoupled normalisation: https://arxiv.org/abs/2601.05242, equations 4 to 7.
+"""GDPO, group reward-decoupled normalisation: https://arxiv.org/abs/2601.05242.
 
     a_ij = (v_ij − mean_i(v_j)) / (std_i(v_j) + 1e-4)            for each reward j, within the group
     s_i  = Σ_j w_j · a_ij

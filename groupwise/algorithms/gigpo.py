@@ -1,4 +1,4 @@
-"""GiGPO, group-in-group policy optimisation: https://arxiv.org/abs/2505.10978, equations 3 to 8.
+"""GiGPO, group-in-group policy optimisation: https://arxiv.org/abs/2505.10978.
 
     G_k  = Σ_{j ≥ k} turn_discount^(j − k) · reward of turn j
     E_i  = (r_i − mean(r)) / (std(r) + 1e-4)                       of the rollout, within its group

@@ -1,4 +1,4 @@
-"""GMPO, geometric-mean policy optimisation: https://arxiv.org/abs/2507.20673, equation 4.
+"""GMPO, geometric-mean policy optimisation: https://arxiv.org/abs/2507.20673.
 
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
     c_t  = min(log ratio_t, +epsilon_high) if A_i > 0, max(log ratio_t, −epsilon) if A_i < 0

@@ -9,9 +9,9 @@ With a group of n attempts and their rewards r, let S be a set of k of them, and
 Training for the mean reward makes a policy surer of what it already does; training for the best of k also rewards attempts that seldom
 succeed, so it explores more. No sets are drawn: the means over all sets are computed exactly.
 
-`mean` are the analytic advantages of Chen et al. (2508.10751, section 2.4), which for rewards of 0 and 1 are, with c successes,
+`mean` are the analytic advantages of Chen et al. (2508.10751), which for rewards of 0 and 1 are, with c successes,
 ρ = 1 − C(n−c, k) / C(n, k) and σ = √(ρ(1 − ρ)): (1 − ρ)/σ for a success and (1 − ρ − C(n−c−1, k−1) / C(n−1, k−1))/σ otherwise.
-`leave_one_out` is the estimator of Walder and Karkhanis (2505.15201, section 4), unbiased for any reward and never negative; with k = n it
+`leave_one_out` is the estimator of Walder and Karkhanis (2505.15201), unbiased for any reward and never negative; with k = n it
 is the best reward less the second best, for the best attempt alone, as in verl's `grpo_passk` without its division
 (https://arxiv.org/abs/2503.19595).
 

@@ -83,6 +83,63 @@ PRESETS: dict[str, Preset] = {
         "https://arxiv.org/abs/2501.03262, equations 6 to 8",
         {"group_baseline": True, "kl_estimator": "k2", "kl_gradient": "estimator"},
     ),
+    "gmpo_paper": Preset(
+        "gmpo",
+        "https://arxiv.org/abs/2507.20673",
+        {"beta": 0.0, "epsilon": 0.4, "epsilon_high": 0.4, "scale_rewards": "group"},
+    ),
+    "sapo_paper": Preset(
+        "sapo",
+        "https://arxiv.org/abs/2511.20347, and TRL 1.16's defaults",
+        {
+            "beta": 0.0,
+            "temperature_positive": 1.0,
+            "temperature_negative": 1.05,
+            "scale_rewards": "group",
+        },
+    ),
+    "gigpo_paper": Preset(
+        "gigpo",
+        "https://arxiv.org/abs/2505.10978, examples/gigpo_trainer in https://github.com/langfengQ/verl-agent",
+        {
+            "beta": 0.01,
+            "kl_estimator": "k3",
+            "kl_gradient": "estimator",
+            "turn_discount": 0.95,
+            "step_advantage_weight": 1.0,
+            "scale_rewards": "group",
+        },
+    ),
+    "clip_cov_paper": Preset(
+        "clip_cov",
+        "https://arxiv.org/abs/2505.22617, and the defaults of verl's policy loss clip_cov in https://github.com/volcengine/verl",
+        {"beta": 0.0, "clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
+    ),
+    "high_entropy_tokens_paper": Preset(
+        "dapo",
+        "https://arxiv.org/abs/2506.01939",
+        {
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "dynamic_sampling": True,
+            "top_entropy_quantile": 0.2,
+        },
+    ),
+    "entropy_advantage_paper": Preset(
+        "grpo",
+        "https://arxiv.org/abs/2506.14758",
+        {"entropy_advantage": 0.4, "entropy_advantage_cap": 2.0},
+    ),
+    "intellect_3_icepop": Preset(
+        "grpo",
+        "https://arxiv.org/abs/2512.16144, equation 1; IcePop of https://arxiv.org/abs/2510.18855",
+        {
+            "importance_sampling_correction": "token_mask",
+            "importance_sampling_floor": 0.5,
+            "importance_sampling_cap": 5.0,
+        },
+    ),
     "trl_default": Preset(
         "dapo",
         "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_config.py",

@@ -20,6 +20,7 @@ from groupwise.algorithms.gmpo import Gmpo
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.max_rl import MaxRl
+from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.reinforce_pp import ReinforcePp
 from groupwise.algorithms.rloo import Rloo
@@ -35,15 +36,26 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS
 """Every algorithm by the name that configs use."""
 
 
+def kind_of(name: str) -> type[GroupRelative]:
+    """The class of an algorithm, by its name or as `path/to/file.py:Class`. Raises ValueError for an unknown name, TaskError for a file."""
+    if is_own(name):
+        return load_own(name)
+    if name not in ALGORITHMS:
+        raise ValueError(
+            f"There is no algorithm {name!r}{_suggest_knob(name, ALGORITHMS)} One of your own is named by its file and class: "
+            "my_file.py:Mine."
+        )
+    return ALGORITHMS[name]
+
+
 def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
     """The algorithm with these knobs, and defaults for the rest.
 
     Raises ValueError for an unknown name, knob or value; the message lists the known ones.
     """
-    if name not in ALGORITHMS:
-        raise ValueError(f"There is no algorithm {name!r}{_suggest_knob(name, ALGORITHMS)}")
-    _check_names(ALGORITHMS[name], name, knobs)
-    return ALGORITHMS[name](**knobs)
+    kind = kind_of(name)
+    _check_names(kind, name, knobs)
+    return kind(**knobs)
 
 
 def from_spec(spec: LossSpec) -> Loss:

@@ -1,4 +1,4 @@
-"""SAPO, soft adaptive policy optimisation: https://arxiv.org/abs/2511.20347, equations 5 and 6.
+"""SAPO, soft adaptive policy optimisation: https://arxiv.org/abs/2511.20347.
 
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
     f(x) = 4/τ · sigmoid(τ · (x − 1)),   τ = temperature_positive if A_i > 0, else temperature_negative

@@ -2,10 +2,12 @@
 
 With `--json`, a command writes exactly one JSON object to stdout; on failure, it has `error: {code, message}`.
 Exit codes: 0 success; 1 the run failed; 2 wrong usage; 130 and 143 interrupted by Ctrl-C or SIGTERM.
+The log of a job is written by a `LogWriter`, since its bytes are not trusted.
 """
 
 from __future__ import annotations
 
+import codecs
 import gc
 import json
 import os
@@ -14,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import typer
 
@@ -173,3 +175,37 @@ def _override_hint(error: Any) -> str:
             return ""  # not a key of any known framework
         return f". Keys of the config are given without dashes, e.g. training.seed=1: {problem}"
     return ""
+
+
+class LogWriter:
+    """Writes bytes unchanged to a program, and as text without control characters to a terminal.
+
+    A piece may end within a multi-byte character; the rest comes with the next piece.
+    """
+
+    def __init__(self, *, err: bool = False) -> None:
+        """`err`: write to standard error, because standard output is used for a document."""
+        self._err = err
+        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        """Write a piece of the log. `last`: nothing follows, so an incomplete character is shown as such."""
+        stream = sys.stderr if self._err else sys.stdout
+        if is_terminal(stream):
+            encoding = stream.encoding or "utf-8"
+            visible = clean(self._letters.decode(data, last).replace("\r", "\n"))
+            stream.write(visible.encode(encoding, "replace").decode(encoding))
+        else:
+            stream.flush()
+            cast("BinaryIO", stream.buffer).write(data)
+        stream.flush()
+
+    def end(self) -> None:
+        """End a log: an incomplete character is shown as such. Later writes belong to another log."""
+        self.write(b"", last=True)
+        self._letters.reset()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """True if the stream is a terminal, so that a person reads it."""
+    return stream.isatty()

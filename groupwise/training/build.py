@@ -447,6 +447,10 @@ def _server_sampler(
     from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.server_pool import Server, Servers
     from groupwise.engine.sampler.servers.sglang import SglangServer
+    from groupwise.engine.sampler.servers.spawned_server import (
+        ALLOCATOR_SETTINGS,
+        has_expandable_segments,
+    )
     from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 
     sampler_config, timing = config.sampler, Timing()
@@ -476,10 +480,15 @@ def _server_sampler(
         there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
         shared = SharedFolder(folder, there)
     takes = sampler_config.weight_transfer or "files"
+    if takes == "ipc" and own_server is None and has_expandable_segments(os.environ):
+        raise UsageError(
+            f"sampler.weight_transfer is ipc, but {' or '.join(ALLOCATOR_SETTINGS)} has expandable_segments:True, and other processes "
+            "cannot map such memory. Take it out, or set weight_transfer to files."
+        )
     if own_server is not None:
         takes = own_server.spec.takes
     sync = (
-        AdapterFiles(shared)
+        AdapterFiles(shared, witness.write_by_expert if witness.adapts_experts else None)
         if witness.rank is not None or takes == "adapters"
         else WholeWeights(
             base,

@@ -29,6 +29,7 @@ from typing import (
 from pydantic import (
     AfterValidator,
     BaseModel,
+    ConfigDict,
     Discriminator,
     Tag,
     create_model,
@@ -38,8 +39,10 @@ from pydantic import (
 
 from groupwise.algorithms.kl import FIRST_BETA, TARGET
 from groupwise.algorithms.knobs import Clashes, KnobConflict, disabled_by
+from groupwise.algorithms.own import is_own, load_own
+from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.presets import PRESETS, Preset
-from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.registry import ALGORITHMS, kind_of
 from groupwise.algorithms.sft import Sft
 from groupwise.core.settings.comparison import Differences, compare
 from groupwise.core.settings.credentials import secrets_in
@@ -75,6 +78,7 @@ else:
     PresetName = Literal[tuple(PRESETS)]
 
 
+_TYPE = "The algorithm; one of your own by its file and class, `my_file.py:Mine`."
 _DEFAULTS_FROM = ("type", "preset", "adaptive_kl")
 """Keys of `algorithm` that decide the defaults of its knobs."""
 
@@ -84,7 +88,7 @@ class AlgorithmConfig(Strict):
 
     type_from: ClassVar[tuple[str, ...]] = ("type", "preset")
 
-    type: str = setting(DEFAULT_ALGORITHM, "The algorithm.")
+    type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
         "Published settings by name: a type and values for its keys, which keys beside it change.",
@@ -127,7 +131,7 @@ class AlgorithmConfig(Strict):
             return
         clashes: tuple[KnobConflict, ...] = ()
         try:
-            ALGORITHMS[self.type](**self.knobs)
+            kind_of(self.type)(**self.knobs)
         except Clashes as error:
             clashes = error.clashes
         for clash in clashes:
@@ -135,7 +139,7 @@ class AlgorithmConfig(Strict):
         clashing = {knob for clash in clashes for knob in clash.knobs}
         preset_knobs: Mapping[str, Any] = preset.knobs if preset else {}
         values = self.knobs
-        for knob in fields(ALGORITHMS[self.type]):
+        for knob in fields(kind_of(self.type)):
             needed_knob, value = disabled_by(knob, values), values[knob.name]
             is_default = value in (knob.default, preset_knobs.get(knob.name, knob.default))
             if needed_knob and not is_default and knob.name not in clashing:
@@ -144,6 +148,45 @@ class AlgorithmConfig(Strict):
                     f"{json.dumps(values[needed_knob])}. Set {needed_knob}, or leave {knob.name} out.",
                     (knob.name, needed_knob, *_DEFAULTS_FROM),
                 )
+
+
+class OwnAlgorithmConfig(AlgorithmConfig):
+    """An algorithm in a file of one's own; its keys are the fields of that class, and are checked by it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = setting(
+        ...,
+        "The algorithm: a file and the class in it, `my_file.py:Mine`.",
+        pattern=r"^.+\.py:[A-Za-z_]\w*$",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        values = cast("Mapping[str, Any]", data)
+        kind = load_own(str(values.get("type")), again=True)
+        return {knob.name: knob.default for knob in fields(kind)} | dict(values)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Also report keys that the class does not have, and values that it refuses."""
+        known = [knob.name for knob in fields(kind_of(self.type))]
+        if unknown := [name for name in self.knobs if name not in known]:
+            yield Conflict(
+                f"{', '.join(unknown)}: not a knob of {self.type}; there are {', '.join(known)}.",
+                (*unknown, *_DEFAULTS_FROM),
+            )
+            return
+        try:
+            kind_of(self.type)(**self.knobs)
+        except Clashes:
+            pass
+        except (TypeError, ValueError) as error:
+            yield Conflict(str(error), (*known, *_DEFAULTS_FROM))
+            return
+        yield from super().conflicts()
 
 
 def _preset_of(section: Any) -> Preset | None:
@@ -168,7 +211,7 @@ def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
         constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
         key = setting(knob.default, constraints.pop("description"), **constraints)
         keys[knob.name] = (hints[knob.name], key)
-    keys["type"] = (Literal[name], setting(name, "The algorithm."))
+    keys["type"] = (Literal[name], setting(name, _TYPE))
     return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
 
 
@@ -177,8 +220,12 @@ def _algorithm_type(section: Any) -> str | None:
     if isinstance(section, Mapping):
         preset = _preset_of(cast("Any", section))
         default = preset.algorithm if preset else DEFAULT_ALGORITHM
-        return str(cast("Mapping[str, Any]", section).get("type", default))
-    return getattr(section, "type", None)
+        return _tag_of_type(str(cast("Mapping[str, Any]", section).get("type", default)))
+    return _tag_of_type(section.type) if isinstance(section, AlgorithmConfig) else None
+
+
+def _tag_of_type(name: str) -> str:
+    return OwnAlgorithmConfig.__name__ if is_own(name) else name
 
 
 _SECTIONS = algorithm_sections()
@@ -187,7 +234,15 @@ if TYPE_CHECKING:
     AnyAlgorithm = AlgorithmConfig
 else:
     AnyAlgorithm = Annotated[
-        Union[tuple(Annotated[section, Tag(name)] for name, section in _SECTIONS.items())],  # noqa: UP007
+        Union[  # noqa: UP007
+            tuple(
+                Annotated[section, Tag(name)]
+                for name, section in {
+                    **_SECTIONS,
+                    OwnAlgorithmConfig.__name__: OwnAlgorithmConfig,
+                }.items()
+            )
+        ],
         Discriminator(_algorithm_type),
     ]
 
@@ -405,9 +460,9 @@ class RunConfig(Strict):
                 f"sampler.weight_transfer is {self.sampler.weight_transfer}, which has no effect on adapters",
             ),
             "lora.target_parameters": (
-                self.lora is not None and bool(self.lora.target_parameters),
+                self.sampler.engine == "sglang" and self.lora is not None and bool(self.lora.target_parameters),
                 str([*self.lora.target_parameters] if self.lora else []),
-                "servers take adapters of experts in other files than peft's",
+                "only vLLM is given adapters of experts",
             ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
@@ -465,7 +520,7 @@ class RunConfig(Strict):
         knobs = self.algorithm.knobs
         # Use only the keys that decide this; conflicts of other keys are reported separately.
         relevant_knobs = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
-        algorithm = ALGORITHMS[self.algorithm.type](**relevant_knobs)
+        algorithm = kind_of(self.algorithm.type)(**relevant_knobs)
         if self.training.num_generations == 1 and algorithm.compares_members:
             yield Conflict(
                 f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
@@ -474,6 +529,13 @@ class RunConfig(Strict):
                     "training.num_generations",
                     *(f"algorithm.{key}" for key in ("type", "preset", *_COMPARING)),
                 ),
+            )
+        most = self.training.num_generations - (knobs.get("baseline") == "mean")
+        if self.algorithm.type == PassAtK.name and knobs["k"] > most:
+            yield Conflict(
+                f"algorithm.k is {knobs['k']}, but training.num_generations is {self.training.num_generations}: pass_at_k with the "
+                f"baseline {knobs['baseline']} compares sets of k completions of a prompt, so k must be at most {most}.",
+                ("training.num_generations", "algorithm.k", "algorithm.type", "algorithm.preset"),
             )
 
     def _two_stage_conflicts(self) -> Iterator[Conflict]:

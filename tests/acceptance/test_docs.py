@@ -50,9 +50,9 @@ from groupwise.cli.train_grpo import app as train_grpo_app
 from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.core.errors import GroupwiseError
 from groupwise.engine.models.bundled import ALIASES
-from groupwise.jobs.fleet import metrics as fleet_metrics
 from groupwise.jobs.fleet import webhooks
 from groupwise.jobs.fleet.api.app import ROUTES as FLEET_ROUTES
+from groupwise.jobs.fleet.api.routes import state as fleet_state
 from groupwise.jobs.fleet.queue.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
 from groupwise.jobs.fleet.settings import FleetSettings
 from groupwise.jobs.fleet.states import JobStatus
@@ -102,8 +102,9 @@ LAUNCHED = ("launch.md",)
 OF_VLLM = {
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
     *("--served-model-name", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--model"),
+    "--mem-fraction-static",
 }
-"""Options of `vllm serve` that its page speaks of."""
+"""Options of `vllm serve`, and of SGLang's server, that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
@@ -1003,7 +1004,7 @@ def test_states_alarms_events_and_metrics_of_the_fleet_are_explained() -> None:
         "jobs": {"queued": 1}, "machines": {"total": 1, "ready": 1, "gpus": 1, "gpus_available": 1}, "oldest_waiting_seconds": 1.0,
         "alarms": [{"kind": "leaking"}], "processes": [{"role": "poller", "owner": "o", "silent_seconds": 1.0, "alive": True}],
     }  # fmt: skip
-    lines = (*fleet_metrics.render(full), *RequestMetrics().lines())
+    lines = (*fleet_state.render(full), *RequestMetrics().lines())
     metrics = {word for line in lines for word in re.findall(r"^# TYPE (\w+)", line)}
     assert (len(alarms) >= 8, len(events) > 30) == (True, True)
     assert first_cells("fleet.md", "| status | means | what follows |") == list(JobStatus)

@@ -5,6 +5,7 @@ Numbers are compared where there is a GPU, in `tests/gpu`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,12 +14,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from groupwise.core.types import Row, SamplingParams
-from groupwise.engine.learner.forward import ForwardOutputs, Targets
+from groupwise.engine.learner import forward, head
+from groupwise.engine.learner.engine import TransformersEngine
+from groupwise.engine.learner.layout import PackedBatch, PackedGroups
 from groupwise.engine.learner.native import fused_attention, padded_attention
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
+from groupwise.engine.learner.targets import ForwardOutputs, Targets
+from groupwise.engine.learner.weights import TrainedModel
+from groupwise.engine.models import text_mask
 from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler
@@ -195,6 +202,54 @@ def test_a_gradient_is_made(device, name, dtype, recompute, wanted):
         norm = torch.nn.utils.get_total_norm(gradients)
         with pytest.raises(DataDependentOutputException):
             float(norm)
+
+
+def many_texts(
+    queries: Tensor, keys: Tensor, values: Tensor, *ends_longest: Any, **options: Any
+) -> Tensor:
+    """In place of a GPU's kernel for texts of any length: refuses what that refuses."""
+    ends, longest = ends_longest[:2], ends_longest[2:]
+    assert {each.dtype for each in (queries, keys, values)} == {BF16}
+    assert {(each.dtype, each.device.type) for each in ends} == {(torch.int32, DEVICE.type)}
+    assert keys.shape == values.shape
+    assert all(isinstance(each, int) for each in longest)
+    repeat = queries.shape[1] // keys.shape[1]
+    of_keys = (keys + values).sum(0).repeat_interleave(repeat, 0)
+    return queries + of_keys
+
+
+def test_all_weights_have_a_gradient(monkeypatch, device, name, dtype):
+    """By transformers' modules: in float32 text by text, in bfloat16 (under autocast) whole groups by one kernel."""
+    monkeypatch.setattr(Decoder, "_check_head", lambda self: None)  # compares numbers, once
+    monkeypatch.setattr(forward, "packing_is_exact", lambda decoder: True)  # likewise
+    monkeypatch.setattr(text_mask, "causal_lower_right", fused_attention.causal_lower_right)
+    monkeypatch.setattr(varlen, "suits", lambda size, dtype, device: dtype == BF16)
+    monkeypatch.setattr(varlen, "varlen_attn", many_texts)
+
+    def at_tokens(decoder: Decoder, rows: Any, hidden_AH: Tensor, outputs: Any) -> Any:
+        """Whose places depend on masks; once for each micro-batch."""
+        ids_N = torch.zeros(len(hidden_AH), dtype=torch.long, device=DEVICE)
+        targets = Targets(ids_N, torch.ones(len(ids_N), device=DEVICE), None, outputs)
+        return head.token_numbers(decoder, hidden_AH, targets)
+
+    monkeypatch.setattr(forward, "_at_tokens", at_tokens)
+    model = device.model(FAMILIES[name](), F32)
+    rounding = device.autocast(BF16) if dtype == BF16 else nullcontext()
+    with device.here(answer=True), rounding:
+        weights = TrainedModel(model, dtype="bfloat16" if dtype == BF16 else "float32")
+        engine = TransformersEngine(
+            weights, packing=True, gradient_checkpointing=False, sharing=dtype == BF16
+        )
+        (batch,) = engine.cut(batch_of().rows, 100, gradient=True)
+        assert isinstance(batch, PackedGroups if dtype == BF16 else PackedBatch)
+        wanted = ForwardOutputs(entropy_gradient=True, accuracy=True)
+        with engine.acting("policy", gradient=True) as compute:
+            found: Any = compute(batch, wanted)
+            assert len(found.logprobs_N) == sum(len(row.completion_ids) for row in batch.rows)
+            (found.logprobs_N + found.entropies_N).sum().backward()
+        parameters = [*model.parameters()]
+        assert all(each.grad is not None for each in parameters)
+        assert {each.grad.dtype for each in parameters if each.grad is not None} == {F32}
 
 
 def test_mixing_devices_and_waiting_for_numbers_would_fail(device, name, dtype):

@@ -11,11 +11,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_all_parts_are_measured(tmp_path: Path) -> None:
+    """Other sizes stay in the file."""
     out = tmp_path / "found.json"
+    out.write_text('{"sizes": {"8B": {"of": "yesterday"}}}')
     words = ["--sizes", "tiny", "--budgets", "200", "--eager", "--all-weights", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.gpu", *words, "--profiles", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
-    found = json.loads(out.read_text())["sizes"]["tiny"]
+    sizes = json.loads(out.read_text())["sizes"]
+    assert sizes.pop("8B") == {"of": "yesterday"}
+    found = sizes["tiny"]
     assert {*found} == {
         "sampling without graphs", "sampling", "few long rows", "gap", "learning, 200 tokens", "publication", "all weights, 200 tokens",
     }  # fmt: skip

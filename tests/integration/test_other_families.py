@@ -18,7 +18,9 @@ from transformers import (
 
 import groupwise
 from benchmarks.learning import step_values
+from groupwise.core.errors import ConfigError
 from groupwise.engine.models.tiny import CHARACTERS, SPECIAL, tiny_tokenizer
+from tests.fake_vllm_server import VllmServer
 from tests.integration.toy_run import TOY, config, crash_at, go_on, ratios_of, what_must_be_equal
 
 SIZES: dict[str, Any] = {
@@ -96,3 +98,22 @@ def test_a_run_that_is_killed_is_resumed_to_the_bit(tmp_path, lora):
     go_on(killed)
     found, wanted = (what_must_be_equal(tmp_path / n / "runs/toy") for n in ("killed", "whole"))
     assert found == wanted
+
+
+def test_a_server_of_vllm_gets_adapters_of_experts_in_its_own_files(tmp_path):
+    given = settings("qwen3_moe", tmp_path, {"r": 4, "alpha": 64, **EXPERTS})
+    with VllmServer(
+        folder=tmp_path / "model", name="moe", logprobs_mode="processed_logprobs"
+    ) as server:
+        given["sampler"] = {
+            "engine": "vllm", "url": server.url, "served_model": "moe", "max_completion_length": 6, "logprob_tolerance": 1e-3
+        }  # fmt: skip
+        assert groupwise.rl(given, TOY).exit_code == 0
+        loaded = [Path(body["lora_path"]) for body in server.bodies("/load_lora_adapter")]
+        assert len(loaded) > 2
+        assert server.adapters == []
+    assert {folder.name.startswith("groupwise-toy-v") for folder in loaded} == {True}
+    assert not any(folder.parent.exists() for folder in loaded)
+    given["sampler"]["engine"] = "sglang"
+    with pytest.raises(ConfigError, match="only vLLM is given adapters of experts"):
+        groupwise.rl(given, TOY)

@@ -195,7 +195,7 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
     (["sampler.url=null"], "url"), (["sampler.url=[http://x, http://x]"], "url"), (["sampler.max_num_seqs=16"], "max_num_seqs"),
     (["lora.r=4", "sampler.weight_transfer=files"], "lora"), (["lora=null", "sampler.weight_transfer=ipc"], "weight_transfer"),
     (["lora=null", "sampler.weight_transfer=nccl", "sampler.adapter_folder=/x"], "adapter_folder"),
-    (["lora=null", "sampler.weight_transfer=nccl", "sampler.engine=sglang"], "SGLang takes all weights from files"),
+    (["lora=null", "sampler.weight_transfer=nccl", "sampler.engine=sglang"], "SGLang takes all weights from files, or by ipc"),
     (["lora=null", "sampler.weight_transfer=nccl"], "learns on the CPU"),
     (["sampler.weight_transfer_timeout=9"], "weight_transfer_timeout"),
     (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
@@ -225,14 +225,21 @@ def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "transfer", "learners"),
-    [("vllm", "files", 1), ("vllm", "nccl", 1), ("vllm", "nccl", 2), ("sglang", "files", 1)],
+    [
+        ("vllm", "files", 1),
+        ("vllm", "nccl", 1),
+        ("vllm", "nccl", 2),
+        ("sglang", "files", 1),
+        ("sglang", "ipc", 1),
+    ],
 )
 def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, transfer, learners):
     """One of them is started anew in the middle: what it draws with the weights of its start is drawn again."""
     kind = SglangServer if engine == "sglang" else partial(VllmServer, logprobs_mode=PROCESSED)
     route = "/generate" if engine == "sglang" else "/completions"
-    took = {"nccl": "/update_weights", "files": "/collective_rpc"}[transfer]
-    took = "/update_weights_from_disk" if engine == "sglang" else took
+    took = "/update_weights" if transfer == "nccl" else "/collective_rpc"
+    if engine == "sglang":
+        took = f"/update_weights_from_{'disk' if transfer == 'files' else 'tensor'}"
     shared = tmp_path / "shared"
     with kind() as server, kind() as other:
 
@@ -242,7 +249,9 @@ def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, 
 
         server.interfere = start_again
         more = (
-            {"adapter_folder": str(shared)} if transfer == "files" else {"weight_transfer": "nccl"}
+            {"adapter_folder": str(shared)}
+            if transfer == "files"
+            else {"weight_transfer": transfer}
         )
         given = full_settings(
             tmp_path / "runs", server.url, other.url, learners=learners, engine=engine, **more

@@ -11,6 +11,7 @@ import pytest
 
 import groupwise
 from groupwise.cli.main import main
+from groupwise.core.errors import ResumeMismatchError
 from groupwise.runs.store import Store
 
 REWARD_FILE = """
@@ -115,6 +116,35 @@ def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
         caplog.clear()
         groupwise.rl(given, overrides=[f"training.max_steps={steps}"], resume_from="toy")
         assert (said in caplog.text) == bool(file), steps
+
+
+def test_an_algorithm_in_a_file_trains_and_a_resume_refuses_another_one() -> None:
+    source = """
+from dataclasses import dataclass, field
+from groupwise.algorithms.grpo import Grpo
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Grpo):
+    power: float = field(default=0.5, metadata={"description": "of the length", "ge": 0.0})
+
+    def scale(self, rollout):
+        return rollout.written**-self.power
+"""
+    Path("own.py").write_text(source)
+    given = config(dataset_name="one.jsonl")
+    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
+    given["algorithm"] = {"type": "own.py:Mine", "power": 0.7}
+    begun = groupwise.rl(given, overrides=["training.max_steps=1"])
+    with Store.open(begun.folder / "run.db", readonly=True) as store:
+        assert len(store.get_meta()["algorithm_file"]) == 16
+    more = ["training.max_steps=2"]
+    with pytest.raises(ResumeMismatchError, match=r"algorithm\.power: 0\.7 then, 0\.9 now"):
+        groupwise.rl(given, overrides=[*more, "algorithm.power=0.9"], resume_from="toy")
+    Path("own.py").write_text(source + "# another\n")
+    with pytest.raises(ResumeMismatchError, match=r"the file of algorithm\.type"):
+        groupwise.rl(given, overrides=more, resume_from="toy")
+    Path("own.py").write_text(source)
+    assert groupwise.rl(given, overrides=more, resume_from="toy").exit_code == 0
 
 
 def test_held_out_prompts_that_are_trained_on_are_warned_of() -> None:

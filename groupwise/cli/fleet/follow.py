@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.cli.fleet.printing import FINAL
-from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import CANCELLED_CODE, say, shell_code
+from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -390,22 +390,18 @@ def _change_machine(
     if as_json:
         write_json(result)
     else:
-        _say_change(verb, vm, result)
+        if verb == "trust":
+            say(f"{vm} is trusted, and looked at in the next round of the fleet")
+        elif result["active"]:
+            say(f"{vm} is {result.get('state') or 'in the fleet'}")
+        else:
+            say(f"{vm} is removed; `groupwise fleet vm add {vm}` adds it again")
+        for job_id in result.get("waiting_jobs", ()):
+            say(f"  waits for it: {job_id}")
+        for attempt in result.get("attempts", ()):
+            say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
     if verb == "trust" and access.is_local and result["host_key"]:
         _try_login(result, f"Its key is trusted; `groupwise fleet vm set {vm}` changes the login.")
-
-
-def _say_change(verb: str, vm: str, result: dict[str, Any]) -> None:
-    if verb == "trust":
-        say(f"{vm} is trusted, and looked at in the next round of the fleet")
-    elif result["active"]:
-        say(f"{vm} is {result.get('state') or 'in the fleet'}")
-    else:
-        say(f"{vm} is removed; `groupwise fleet vm add {vm}` adds it again")
-    for job_id in result.get("waiting_jobs", ()):
-        say(f"  waits for it: {job_id}")
-    for attempt in result.get("attempts", ()):
-        say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
 
 
 @command(machines, "set")

@@ -20,9 +20,8 @@ from groupwise.cli.launch.watch import (
     watch,
     while_placing,
 )
-from groupwise.cli.log_text import LogWriter
 from groupwise.cli.options import AsJson, Follow, flag
-from groupwise.cli.output import say, write_json
+from groupwise.cli.output import LogWriter, say, write_json
 from groupwise.cli.parsing import variables
 from groupwise.cli.printing import print_pairs, print_table
 from groupwise.core.errors import GroupwiseError, UsageError

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import CANCELLED_CODE, say, shell_code, write_json
+from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code, write_json
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.quantities import counted
@@ -122,12 +121,6 @@ def watch(
         log.end()
     if as_json:
         write_json(document)
-    _say_result(note, folder, document)
-    codes = {Outcome.SUCCEEDED: 0, Outcome.CANCELLED: CANCELLED_CODE}
-    raise typer.Exit(codes.get(document["state"], shell_code(document["exit_code"])))
-
-
-def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
     seconds = document["seconds"]
     duration = "" if seconds is None else f" after {seconds:.0f} s"
     say(f"{note.name} {document['state']}{duration}: {document['reason']}")
@@ -140,6 +133,8 @@ def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
             say(f"    {run['problem']}")
     for path, reason in document["left_out"].items():
         say(f"  {one_line(path)} did not: {reason}")
+    codes = {Outcome.SUCCEEDED: 0, Outcome.CANCELLED: CANCELLED_CODE}
+    raise typer.Exit(codes.get(document["state"], shell_code(document["exit_code"])))
 
 
 def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:

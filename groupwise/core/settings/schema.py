@@ -93,16 +93,23 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models that an annotation allows, by the value of their `type` key, else by class name."""
+def sections_in(annotation: Any, *, with_open: bool = False) -> dict[str, type[BaseModel]]:
+    """The models that an annotation allows, by the value of their `type` key, else by class name.
+
+    One of a union that takes keys of any name (`extra="allow"`) is left out, unless `with_open`: what it takes is known only to user code.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {tag_of(annotation): annotation}
     if get_origin(annotation) is Annotated:
-        return sections_in(get_args(annotation)[0])
+        return sections_in(get_args(annotation)[0], with_open=with_open)
     if get_origin(annotation) in (Union, UnionType):
         sections: dict[str, type[BaseModel]] = {}
         for member in get_args(annotation):
-            sections |= sections_in(member)
+            sections |= {
+                name: model
+                for name, model in sections_in(member).items()
+                if with_open or model.model_config.get("extra") != "allow"
+            }
         return sections
     return {}
 
@@ -172,7 +179,7 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocati
         result = SchemaLocation((*result.path, str(part)), section, key, variants)
         if key is None:
             break
-        variants = sections_in(key.annotation)
+        variants = sections_in(key.annotation, with_open=True)
         section = next(iter(variants.values()), section)
     return result
 

@@ -150,6 +150,8 @@ def tinker_rl_conflicts(config: Any) -> Iterator[Conflict]:
         ("sampler.temperature_schedule", sampler.temperature_schedule, None, "it learns with log-probabilities at temperature 1"),
         ("eval.min_p", config.eval.min_p, None, "Tinker's calls have top_k and top_p alone"),
         ("algorithm.entropy_coef", getattr(algorithm, "entropy_coef", 0.0), 0.0, "its service gives no entropies"),
+        ("algorithm.entropy_advantage", getattr(algorithm, "entropy_advantage", 0.0), 0.0, "its service gives no entropies"),
+        ("algorithm.top_entropy_quantile", getattr(algorithm, "top_entropy_quantile", 1.0), 1.0, "its service gives no entropies"),
     )  # fmt: skip
     for key, value, default, why in keys:
         if value != default:

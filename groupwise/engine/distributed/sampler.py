@@ -141,6 +141,8 @@ class RankWitness:
         """See `PolicyWitness`."""
         self.rank: int | None = self._call_witness("rank")
         """See `PolicyWitness`."""
+        self.adapts_experts = bool(self._call_witness("adapts_experts"))
+        """See `PolicyWitness`."""
 
     def read(self, folder: str) -> None:
         """See `PolicyWitness.read`."""
@@ -155,9 +157,17 @@ class RankWitness:
         """See `PolicyWitness.ipc_handles`."""
         return self._call_witness("ipc_handles")
 
+    def write_by_expert(self, folder: str) -> None:
+        """See `PolicyWitness.write_by_expert`."""
+        self._call_witness("write_by_expert", folder)
+
     def weight_info(self) -> Mapping[str, Any]:
         """See `PolicyWitness.weight_info`."""
         return self._call_witness("weight_info")
+
+    def pickled_tensors(self) -> str:
+        """See `PolicyWitness.pickled_tensors`."""
+        return str(self._call_witness("pickled_tensors"))
 
     def open_group(self, server: str) -> str:
         """See `PolicyWitness.open_group`."""

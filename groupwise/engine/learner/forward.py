@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
+from groupwise.engine.learner.head import token_numbers
 from groupwise.engine.learner.layout import (
     MicroBatch,
     PackedBatch,
@@ -26,8 +27,13 @@ from groupwise.engine.learner.layout import (
     TransformersBatch,
     cut,
 )
+from groupwise.engine.learner.targets import (
+    DEFAULT_OUTPUTS,
+    ForwardOutputs,
+    Targets,
+    TokenNumbers,
+)
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
-from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.text_mask import TextMask
 
@@ -46,25 +52,6 @@ class ForwardResult:
     """The X most likely tokens at each place, the most likely first; None if not requested."""
     top_logprobs_BTX: Tensor | None = None
     """Their log-probabilities."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOutputs:
-    """Optional outputs of a forward pass, which cost extra, and the tokens to compute."""
-
-    entropy_gradient: bool = False
-    """Entropies with a gradient: another pass over the logits."""
-    accuracy: bool = False
-    """Mark tokens that are the most likely ones: a search through the logits."""
-    trained_only: bool = False
-    """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
-    untrained_logprobs: bool = False
-    """Set with `trained_only`: the log-probabilities outside the masks as well, from the same hidden states, without a gradient."""
-    top: int = 0
-    """So many most likely tokens at each place; only for rows without several targets for a token."""
-
-
-DEFAULT_OUTPUTS = ForwardOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,17 +261,7 @@ def _at_tokens(
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
 
     def compute(queried: QueriedTokens) -> TokenNumbers:
-        targets = queried.targets
-        return token_logprobs(
-            decoder,
-            hidden_AH[queried.among_A],
-            targets.ids_N,
-            targets.temperatures_N,
-            entropy_gradient=targets.outputs.entropy_gradient,
-            accuracy=targets.outputs.accuracy,
-            withheld_X2=targets.withheld_X2,
-            top=targets.outputs.top,
-        )
+        return token_numbers(decoder, hidden_AH[queried.among_A], queried.targets)
 
     return compute_targets(rows, outputs, hidden_AH.device, compute)
 
@@ -308,27 +285,6 @@ def compute_targets(
         logprobs_BT = others.spread(compute(others)).logprobs_BT
     # Each place is 0 in one of the two.
     return replace(result, logprobs_BT=result.logprobs_BT + logprobs_BT)
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Places to compute numbers for, of all rows one after another, and the numbers that are wanted."""
-
-    ids_N: Tensor
-    """The token at each place; [N, K] for K tokens at each place, and then their numbers have this shape, too."""
-    temperatures_N: Tensor
-    withheld_X2: Tensor | None
-    """Pairs of an index in N and a token id that could not be drawn there."""
-    outputs: ForwardOutputs = DEFAULT_OUTPUTS
-
-    def part(self, start: int, end: int) -> Targets:
-        """The targets from `start` to `end`, with indices counted from `start`."""
-        return Targets(
-            self.ids_N[start:end],
-            self.temperatures_N[start:end],
-            withheld_between(self.withheld_X2, start, end),
-            self.outputs,
-        )
 
 
 @dataclass(frozen=True, slots=True)

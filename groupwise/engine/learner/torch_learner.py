@@ -37,12 +37,13 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
-from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
+from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.replicas import GradientSum
 from groupwise.engine.learner.schedule import learning_rate_too_high
+from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs
 from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint

@@ -120,6 +120,11 @@ class Decoder:
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
         """Number of latest tokens that a layer with a sliding window sees; None: all."""
+        scale = getattr(self.config, "logit_scale", None)
+        divisor = getattr(self.config, "logits_scaling", None)
+        self.logit_factor: float = (1.0 if scale is None else scale) / (divisor or 1.0)
+        """What the model multiplies its head's output with."""
+        self._logit_cap: float | None = getattr(self.config, "final_logit_softcapping", None)
         if not self.has_state:  # transformers makes their masks, for attention of its own
             self._choose_attention()
         self._check_caches()
@@ -182,15 +187,22 @@ class Decoder:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""
-        logits_NV = self.head(hidden_NH).float()
-        scale = getattr(self.config, "logit_scale", None)
-        if scale is not None:
-            logits_NV = logits_NV * scale
-        divisor = getattr(self.config, "logits_scaling", None)
-        if divisor is not None:
-            logits_NV = logits_NV / divisor
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
+        return self.unscaled_logits(hidden_NH).float() * self.logit_factor
+
+    def unscaled_logits(self, hidden_NH: Tensor) -> Tensor:
+        """Logits [N, V] that become those of `logits` when multiplied by `logit_factor`; in the head's number format unless they are
+        capped. A caller may overwrite them, also before their backward pass."""
+        logits_NV = self.head(hidden_NH)
+        cap = self._logit_cap
+        if cap is None:
+            return logits_NV
+        capped_NV = torch.tanh(logits_NV.float() * (self.logit_factor / cap))
+        return capped_NV * (cap / self.logit_factor)
+
+    @property
+    def caps_logits(self) -> bool:
+        """True if the model's logits are no multiple of what its head computes."""
+        return self._logit_cap is not None
 
     def _attention_mask(
         self, seen: TextMask | Tensor, positions_BT: Tensor, window: int | None

@@ -2,9 +2,10 @@
 
 Transformers keeps the matrices of all experts of a layer in one module with three-dimensional parameters, and has one interface for
 functions that compute such modules. This one serves two cases. `ExactLoraExperts` are experts with an adapter: as in linear layers, the
-low-rank product is added before the output is rounded. And while a sampler decodes, each expert computes all rows of the batch, also those
-that chose others, because a matrix product may round a row differently among more rows or fewer: with a fixed number, a row's bits do not
-depend on its neighbours. All other passes are transformers' own.
+low-rank product is added before the output is rounded. Tokens are sorted by expert, and one grouped product computes all experts. And while
+a sampler decodes, each expert computes all rows of the batch, also those that chose others, because a matrix product may round a row
+differently among more rows or fewer: with a fixed number, a row's bits do not depend on its neighbours. All other passes are transformers'
+own.
 
 The choice of experts depends on a token alone: no expert has a capacity, and no token is dropped. The auxiliary losses of routers belong to
 the forward pass of the whole model, which is not used here, so there are none.
@@ -12,7 +13,7 @@ the forward pass of the whole model, which is not used here, so there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,6 +28,8 @@ from groupwise.engine.models.native.linear import adapted_product
 
 ALL_ROWS = "groupwise_all_rows"
 """Name, among transformers' implementations of experts, of the one in which each expert computes all rows."""
+RANKS = 8
+"""Ranks of adapters are padded to a multiple of this in grouped products, whose rows must be multiples of 16 bytes on a GPU."""
 ByExpert = tuple[Tensor, Tensor, float]
 """A [experts, rank, in], B [experts, out, rank] and the scaling of an adapter of experts."""
 
@@ -65,39 +68,100 @@ def compute_experts(
 ) -> Tensor:
     """The weighted sum [N, H] of the outputs of each token's K experts; `factors`: by the name of the matrices that an adapter changes."""
     layer = cast("Any", experts)
-    first = "gate_up_proj" if layer.has_gate else "up_proj"
-
-    def product(name: str, expert: int, x_MI: Tensor) -> Tensor:
-        weight = getattr(layer, name)[expert]
-        weight_OI = weight.t() if layer.is_transposed else weight
-        if name in factors:
-            down_ERI, up_EOR, scaling = factors[name]
-            low_MR = F.linear(x_MI, down_ERI[expert].to(x_MI.dtype))
-            up_OR = (up_EOR[expert] * scaling).to(x_MI.dtype)
-            y_MO = adapted_product(x_MI, weight_OI, low_MR, up_OR)
-        else:
-            y_MO = F.linear(x_MI, weight_OI)
-        return y_MO + getattr(layer, f"{name}_bias")[expert] if layer.has_bias else y_MO
-
-    def output(expert: int, x_MH: Tensor) -> Tensor:
-        inner = product(first, expert, x_MH)
-        inner = layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner)
-        y_MH = product("down_proj", expert, inner)
-        return layer.post_expert_norm(y_MH) if layer.has_post_expert_norm else y_MH
-
     count, top = chosen_NK.shape
     if layer.config._experts_implementation == ALL_ROWS:
         outputs_NKH = x_NH.new_zeros(count, top, x_NH.shape[1])
         for expert in chosen_NK.unique().tolist():
             here_NK1 = (chosen_NK == expert)[:, :, None]
-            outputs_NKH = torch.where(here_NK1, output(expert, x_NH)[:, None], outputs_NKH)
+            output_NH = _output(layer, _OneExpert(layer, expert, factors), x_NH)
+            outputs_NKH = torch.where(here_NK1, output_NH[:, None], outputs_NKH)
     else:
-        order_A = torch.argsort(chosen_NK.flatten(), stable=True)
-        lengths = torch.bincount(chosen_NK.flatten(), minlength=layer.num_experts).tolist()
-        pieces = x_NH[order_A // top].split(lengths)
-        outputs = [output(expert, piece) for expert, piece in enumerate(pieces) if len(piece)]
-        outputs_NKH = torch.cat(outputs)[torch.argsort(order_A)].view(count, top, -1)
+        experts_A, order_A = torch.sort(chosen_NK.flatten(), stable=True)
+        grouped = _SortedByExpert(layer, experts_A, factors)
+        output_AH = _output(layer, grouped, x_NH[order_A // top])
+        outputs_NKH = output_AH[torch.argsort(order_A)].view(count, top, -1)
     return (outputs_NKH * weights_NK[:, :, None]).sum(dim=1).to(x_NH.dtype)
+
+
+def _output(layer: Any, product: Callable[[str, Tensor], Tensor], x_AH: Tensor) -> Tensor:
+    """What experts make of their tokens, before its weight; `product`: with the matrices of this name."""
+    inner = product("gate_up_proj" if layer.has_gate else "up_proj", x_AH)
+    inner = layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner)
+    y_AH = product("down_proj", inner)
+    return layer.post_expert_norm(y_AH) if layer.has_post_expert_norm else y_AH
+
+
+class _OneExpert:
+    """Products of a single expert, with all rows."""
+
+    def __init__(self, layer: Any, expert: int, factors: Mapping[str, ByExpert]) -> None:
+        self._layer, self._expert, self._factors = layer, expert, factors
+
+    def __call__(self, name: str, x_MI: Tensor) -> Tensor:
+        expert = self._expert
+        weight_OI = _matrices(self._layer, name)[expert]
+        if name in self._factors:
+            down_ERI, up_EOR, scaling = self._factors[name]
+            low_MR = F.linear(x_MI, down_ERI[expert].to(x_MI.dtype))
+            up_OR = (up_EOR[expert] * scaling).to(x_MI.dtype)
+            y_MO = adapted_product(x_MI, weight_OI, low_MR, up_OR)
+        else:
+            y_MO = F.linear(x_MI, weight_OI)
+        return y_MO + _biases(self._layer, name)[expert] if self._layer.has_bias else y_MO
+
+
+class _SortedByExpert:
+    """Products of tokens that are sorted by expert, each with its own expert."""
+
+    def __init__(self, layer: Any, experts_A: Tensor, factors: Mapping[str, ByExpert]) -> None:
+        self._layer, self._experts_A, self._factors = layer, experts_A, factors
+        experts_E = torch.arange(layer.num_experts, device=experts_A.device)
+        ends_E = torch.searchsorted(experts_A, experts_E, right=True)
+        self._ends_E = ends_E.to(torch.int32)
+        """Index after the last token of each expert."""
+
+    def __call__(self, name: str, x_AI: Tensor) -> Tensor:
+        weight_EOI = _matrices(self._layer, name)
+        if name in self._factors:
+            down_ERI, up_EOR, scaling = self._factors[name]
+            padding = (0, -down_ERI.shape[1] % RANKS)
+            down_ERI = F.pad(down_ERI, (0, 0, *padding)).to(x_AI.dtype)
+            up_EOR = F.pad(up_EOR * scaling, padding).to(x_AI.dtype)
+            low_AR = F.grouped_mm(x_AI, down_ERI.mT, offs=self._ends_E)
+            y_AO = cast("Tensor", _AtOnce.apply(x_AI, weight_EOI, low_AR, up_EOR, self._ends_E))
+        else:
+            y_AO = F.grouped_mm(x_AI, weight_EOI.mT, offs=self._ends_E)
+        return y_AO + _biases(self._layer, name)[self._experts_A] if self._layer.has_bias else y_AO
+
+
+class _AtOnce(torch.autograd.Function):
+    """`x Wᵀ + t Bᵀ` with each token's expert, as one product `[x t] [W B]ᵀ` that is rounded once. The frozen W has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_AI: Tensor, weight_EOI: Tensor, low_AR: Tensor, up_EOR: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight_EOI, low_AR, up_EOR, ends_E)
+        both_EOX = torch.cat((weight_EOI, up_EOR), dim=2)
+        return F.grouped_mm(torch.cat((x_AI, low_AR), dim=1), both_EOX.mT, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        weight_EOI, low_AR, up_EOR, ends_E = ctx.saved_tensors
+        dy_AO = grad_outputs[0].contiguous()
+        dx_AI, d_low_AR = (F.grouped_mm(dy_AO, each, offs=ends_E) for each in (weight_EOI, up_EOR))
+        return dx_AI, None, d_low_AR, F.grouped_mm(dy_AO.t(), low_AR, offs=ends_E), None
+
+
+def _matrices(layer: Any, name: str) -> Tensor:
+    """The matrices of all experts, [E, O, I]."""
+    weight = getattr(layer, name)
+    return weight.mT if layer.is_transposed else weight
+
+
+def _biases(layer: Any, name: str) -> Tensor:
+    """The biases of all experts, [E, O]."""
+    return getattr(layer, f"{name}_bias")
 
 
 def _without_adapter(
@@ -141,6 +205,43 @@ class ExactLoraExperts(ParamWrapper):
                 factors[inner.parameter_name] = inner.by_expert(name)
             inner = cast("nn.Module", inner.base_layer)
         return compute_experts(inner, x, *args, **kwargs, factors=factors)
+
+
+DIVIDED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The matrices of an expert that one parameter of a layer has for all experts, one below the other."""
+DIVISIBLE = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"})
+"""Types of models in whose files each expert has matrices of these names, by which vLLM takes adapters of experts."""
+
+
+def factors_by_expert(
+    layer: ExactLoraExperts, path: str, name: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """A [rank, in] and B [out, rank] of each matrix of each expert, by its path in the files of whole models. `path`: of the experts.
+
+    A parameter without adapter gets factors of zeros, because vLLM wants all three matrices of an expert.
+    """
+    inner, adapters = cast("nn.Module", layer), dict[str, ByExpert]()
+    while isinstance(inner, ExactLoraExperts):
+        if name in inner.lora_A:
+            adapters[inner.parameter_name] = inner.by_expert(name)
+        inner = cast("nn.Module", inner.base_layer)
+    down_ERI, up_EOR, _ = next(iter(adapters.values()))
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for parameter, matrices in DIVIDED.items():
+        weight = cast("Tensor", getattr(inner, parameter))
+        experts, width_out, width_in = weight.shape
+        down, up = (
+            adapters[parameter][:2]
+            if parameter in adapters
+            else (
+                down_ERI.new_zeros(experts, down_ERI.shape[1], width_in),
+                up_EOR.new_zeros(experts, width_out, up_EOR.shape[2]),
+            )
+        )
+        for expert in range(experts):
+            for matrix, up_OR in zip(matrices, up[expert].chunk(len(matrices)), strict=True):
+                found[f"{path}.{expert}.{matrix}"] = down[expert], up_OR
+    return found
 
 
 def add_expert_adapters(base: nn.Module, name: str, config: LoraConfig) -> None:

@@ -41,6 +41,8 @@ IN_PRODUCTS = 1.5
 """Stored numbers per number of an adapter in the native products' order: a product of several layers pads the blocks between with zeros."""
 
 
+WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "recurrent", "moe", "mlp")
+"""Layer types of transformers' configs that cache no keys and values; a layer of another type is counted as if it does."""
 BYTES_IN_4BIT = 4.127 / 8
 """Bytes of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
 BYTES_IN_8BIT = 1.0
@@ -75,6 +77,10 @@ class Sizes:
     vocabulary: int
     experts: int = 0
     """Experts that each token chooses in a layer; 0: the model has none."""
+    layers_without_keys: int = 0
+    """Layers that keep a state of one size for each text instead of keys and values, and layers without either."""
+    state: int = 0
+    """Numbers in the states of one text in all layers; in float32."""
 
     @property
     def queries(self) -> int:
@@ -147,6 +153,9 @@ def sizes_of(config: PreTrainedConfig) -> Sizes:
         inner=_inner_width(config),
         vocabulary=config.vocab_size,
         experts=experts_of_a_token(config),
+        layers_without_keys=sum(
+            kind in WITHOUT_KEYS for kind in getattr(config, "layer_types", None) or ()
+        ),
     )
 
 
@@ -224,19 +233,19 @@ class Footprint:
             of_a_row = pages_of_a_row(decoding.key_length) * PAGE
             logits = decoding.slots * self.sizes.vocabulary * self.size
         tokens = decoding.slots * of_a_row + decoding.prompts * decoding.prompt
-        return slot_cache(self.sizes, self.size, tokens) + logits
+        states = (decoding.slots + decoding.prompts) * self.sizes.state * FLOAT
+        return slot_cache(self.sizes, self.size, tokens) + states + logits
 
     def activations(self, tokens: int, *, recompute: bool) -> int:
         """Bytes of a micro-batch's activations and logits.
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
-        The backward pass of one layer needs further temporaries, on a GPU also copies of keys, values and their gradients for all texts
-        that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these
-        for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
+        The backward pass of one layer needs further temporaries, in bfloat16 on a GPU also copies of keys, values and their gradients for
+        all texts that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these for a single
+        layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
-        a token its input and output, and on a GPU copies of prompts' keys and values. For `CHUNK` tokens they keep
-        logits, logits divided by the temperature, probabilities, and a gradient.
+        a token its input and output, and on a GPU copies of prompts' keys and values. Logits are as in the native engine.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
@@ -244,9 +253,8 @@ class Footprint:
             per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
             layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
-            if not self.on_cpu:
+            if not self.on_cpu and size < FLOAT:
                 per_token += KEYS_PER_TOKEN * 2 * sizes.keys * (3 * size + FLOAT)
-            logits = size
         else:
             copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys
             states = (12 + 2 * sizes.experts) * sizes.hidden
@@ -254,8 +262,7 @@ class Footprint:
             per_token = sizes.layers * of_a_layer
             if recompute:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer
-            logits = 4 * FLOAT
-        return tokens * per_token + CHUNK * sizes.vocabulary * logits
+        return tokens * per_token + CHUNK * sizes.vocabulary * size
 
 
 def footprint_of(
@@ -322,4 +329,4 @@ def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
 
 def cached_numbers(sizes: Sizes) -> int:
     """Numbers in the keys and values of one token in all layers."""
-    return 2 * sizes.layers * sizes.keys
+    return 2 * (sizes.layers - sizes.layers_without_keys) * sizes.keys

@@ -29,7 +29,13 @@ from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
-from groupwise.engine.models.experts import ExactLoraExperts, add_expert_adapters, experts_of
+from groupwise.engine.models.experts import (
+    DIVISIBLE,
+    ExactLoraExperts,
+    add_expert_adapters,
+    experts_of,
+    factors_by_expert,
+)
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.fingerprint import tree_hash
 from groupwise.engine.models.native.linear import Factors, adapted_product
@@ -185,13 +191,40 @@ class AdaptedModel:
 
     def save(self, name: str, folder: Path) -> None:
         """Write the adapter as peft does, so peft, transformers and vLLM can load it. Raises OSError if the files cannot be written."""
-        tensors = {
-            key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
-        }
-        write_tensors(tensors, folder / WEIGHTS)
-        config = self.configs[name]
-        called = config.base_model_name_or_path or self.base.config._name_or_path
-        described = {**peft_config_dict(config), "base_model_name_or_path": called}
+        self._write_files(folder, self.parameters(name), peft_config_dict(self.configs[name]))
+
+    def save_by_expert(self, name: str, folder: Path) -> None:
+        """Write the adapter with factors for each matrix of each expert, which vLLM takes. Raises ModelError if the model's files have
+        other matrices, OSError if the adapter's cannot be written."""
+        family = self.base.config.model_type
+        if family not in DIVISIBLE:
+            raise ModelError(
+                f"lora.target_parameters: vLLM is given adapters of experts for {', '.join(sorted(DIVISIBLE))}, but this model is a "
+                f"{family}. Leave lora.target_parameters out, or sample with sampler.engine torch."
+            )
+        tensors: dict[str, Tensor] = {}
+        modules = set(self.configs[name].target_modules or ())
+        for path, layer in self.layers_of(name).items():
+            factors = {path: layer.factors(name)}
+            if isinstance(layer, ExactLoraExperts):
+                within = path.endswith(
+                    ".base_layer"
+                )  # another one is around it, which has all factors
+                factors = {} if within else factors_by_expert(layer, path, name)
+            modules |= {each.rpartition(".")[2] for each in factors}
+            for each, (down, up) in factors.items():
+                tensors[f"{PREFIX}{each}.lora_A.weight"] = down
+                tensors[f"{PREFIX}{each}.lora_B.weight"] = up
+        config = {**peft_config_dict(self.configs[name]), "target_parameters": None}
+        self._write_files(folder, tensors, {**config, "target_modules": sorted(modules)})
+
+    def _write_files(
+        self, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> None:
+        copies = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+        write_tensors(copies, folder / WEIGHTS)
+        called = config["base_model_name_or_path"] or self.base.config._name_or_path
+        described = {**config, "base_model_name_or_path": called}
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
     def _inject_adapter(self, name: str, config: LoraConfig) -> None:

@@ -191,8 +191,10 @@ def prepare_process(threads: int) -> None:
 def set_tf32(enabled: bool) -> None:
     """Let GPUs compute float32 matrix products of this process in TF32, or exactly in float32.
 
-    Sets torch's older switch, which also sets the newer `fp32_precision`: with the newer one alone, torch refuses to read the older one,
-    which other libraries ask for. Products on the CPU stay as they are.
+    Torch has one switch for the process. It holds for a whole run, not for single passes, because recorded tokens of a GPU keep what was
+    set when they were recorded, and checks of a model ask how exact its products are. Sets torch's older switch, which also sets the newer
+    `fp32_precision`: with the newer one alone, torch refuses to read the older one, which other libraries ask for. Products on the CPU
+    stay as they are.
     """
     import torch
 

@@ -10,8 +10,9 @@ transformers and peft, which takes seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_decoder
@@ -22,15 +23,18 @@ from groupwise.engine.models.footprint import (
     Decoding,
     Sizes,
     bytes_of,
+    cached_numbers,
     experts_of_a_token,
     footprint_of,
     saved_by_bits,
     sizes_of,
     slot_cache,
 )
+from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MIB = 2**20
 PROCESS_MIB = 600.0
@@ -67,8 +71,8 @@ class MemoryPlan:
     update: float
     """Temporary numbers of AdamW, one per trained one. Activations are free at that time, so only the larger of the two counts."""
     server_sampling: float
-    """Memory that the run's own vLLM server, or a sampler's process, uses on the learner's GPU while the run samples. Activations and updates
-    use none then."""
+    """Memory that the run's own vLLM server, or a sampler's process, uses on the learner's GPU while the run samples. Activations and
+    updates use none then."""
     server_learning: float
     """What it keeps while the run learns: the same, unless it is a server that sleeps then."""
 
@@ -228,8 +232,10 @@ def largest_microbatch(budget: int, longest: int, everything: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """Bytes of the keys and values of `tokens` tokens in all layers, as a sampler caches them on a GPU."""
-    return slot_cache(_sizes_of_config(config), bytes_of(dtype), tokens)
+    """Bytes of the keys, values and states of a text of `tokens` tokens in all layers, as a sampler caches them on a GPU."""
+    shapes = read_decoder(config)
+    sizes = count_parameters(config, None).sizes if shapes is None else shapes.sizes
+    return slot_cache(sizes, bytes_of(dtype), tokens) + sizes.state * FLOAT
 
 
 def all_parameters(config: ModelConfig) -> int:
@@ -276,8 +282,9 @@ def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         for module in experts_of(model).values()
         for parameter in module.parameters(recurse=False)
     )
+    sizes = sizes_of(text_config)
     return Counts(
-        sizes=sizes_of(text_config),
+        sizes=replace(sizes, state=_state_numbers(model, sizes)),
         parameters=parameters,
         trained=trained,
         active=parameters - round(idle),
@@ -286,6 +293,44 @@ def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         in_bfloat16=text_config.dtype == torch.bfloat16,
         dropout=dropout,
     )
+
+
+STATE_TOKENS = 16
+"""Tokens of the text whose states are measured: more than the kernel of a convolution."""
+
+
+def _state_numbers(model: PreTrainedModel, sizes: Sizes) -> int:
+    """Numbers in the states that this model, which has no storage, keeps of one text beside keys and values; 0 if that cannot be seen."""
+    if not sizes.layers_without_keys and "hybrid" not in (
+        getattr(model.config.get_text_config(), "layer_types", None) or ()
+    ):
+        return 0
+    import torch
+
+    ids_1T = torch.zeros(1, STATE_TOKENS, dtype=torch.long, device="meta")
+    body = (
+        model.bfloat16().get_decoder()
+    )  # the format for which all products have a rule without numbers
+    try:
+        with torch.no_grad(), quiet():
+            cache = body(input_ids=ids_1T, use_cache=True).past_key_values
+    except Exception:  # noqa: BLE001 — code of any model, which may look at numbers that there are none of
+        return 0
+    numbers = sum(tensor.numel() for tensor in _tensors(cache))
+    return max(0, numbers - STATE_TOKENS * cached_numbers(sizes))
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """All tensors in a cache of transformers, which nests lists, dicts and objects of its own."""
+    import torch
+
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, dict | list | tuple):
+        for each in held.values() if isinstance(held, dict) else held:
+            yield from _tensors(each)
+    elif type(held).__module__.startswith("transformers.cache"):
+        yield from _tensors(vars(held))
 
 
 def _sizes_of_config(config: ModelConfig) -> Sizes:

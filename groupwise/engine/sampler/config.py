@@ -111,9 +111,9 @@ class SamplerConfig(Strict):
     )
     weight_transfer: Literal["files", "ipc", "nccl"] | None = setting(
         None,
-        "How servers get all weights, if lora is null: files, which they read; ipc, by which the server of vllm_python copies them on the "
-        "learner's own GPU; nccl, by which vLLM on other GPUs or machines receives them from the learner's GPU. null: ipc where it can "
-        "be, else files.",
+        "How servers get all weights, if lora is null: files, which they read; ipc, by which the server of vllm_python, or SGLang, copies "
+        "them on the learner's own GPU; nccl, by which vLLM on other GPUs or machines receives them from the learner's GPU. null: ipc for "
+        "the server of vllm_python where it can be, else files.",
         on_resume="free",
     )
     weight_transfer_timeout: float = setting(
@@ -293,14 +293,14 @@ class SamplerConfig(Strict):
     def _transfer_conflicts(self) -> Iterator[Conflict]:
         """Ways to transfer weights that the servers do not have, and keys without effect on the chosen one."""
         transfer = self.weight_transfer
-        if transfer == "ipc" and self.vllm_python is None:
+        if transfer == "ipc" and self.vllm_python is None and self.engine == "vllm":
             yield Conflict(
-                "weight_transfer is ipc, by which only the server of vllm_python takes weights. Set it to files or nccl, or leave it out.",
+                "weight_transfer is ipc, by which only the vLLM of vllm_python takes weights. Set it to files or nccl, or leave it out.",
                 ("weight_transfer", "vllm_python"),
             )
         if transfer == "nccl" and self.engine == "sglang":
             yield Conflict(
-                "weight_transfer is nccl, but SGLang takes all weights from files. Set it to files, or leave it out.",
+                "weight_transfer is nccl, but SGLang takes all weights from files, or by ipc. Set it to one of these, or leave it out.",
                 ("weight_transfer", "engine"),
             )
         if transfer == "nccl" and self.adapter_folder is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import textwrap
 from pathlib import Path
 
 from groupwise.jobs.clouds.machine import ROOT
@@ -27,62 +26,26 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f]")
 ARM = "/var/lib/groupwise/arm"
 """The program that schedules the shutdown: at its first argument (seconds since the epoch), or after its second argument in minutes if that
 is sooner. Without arguments it schedules the last time again."""
+SCRIPT = Path(__file__).with_name("boot.sh")
+"""The script, with `@name@` in place of what differs between machines."""
 NOTICE = Path(__file__).with_name("spot_notice.py")
 
 
 def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
     """The script of a machine that ends at `deadline` (seconds since the epoch), which is `minutes` from now."""
-    watch = (
-        f"setsid python3 -I /var/lib/groupwise/spot_notice.py ~{user}/{ROOT} </dev/null >/dev/null 2>&1 &"
-        if spot
-        else ""
-    )
-    script = f"""\
-        #!/bin/sh
-        trap 'shutdown --no-wall -P now' EXIT
-        set -e
-        shutdown --no-wall -P +{minutes}
-        mkdir -p /var/lib/groupwise /var/lib/cloud/scripts/per-boot
-        echo {deadline:.0f} {minutes} > /var/lib/groupwise/end
-        cat > {ARM} <<'END_OF_FILE'
-        #!/bin/sh
-        set -e
-        if [ $# -eq 2 ]; then
-            echo "$1" "$2" > /var/lib/groupwise/end.new
-            mv /var/lib/groupwise/end.new /var/lib/groupwise/end
-        fi
-        read -r deadline minutes < /var/lib/groupwise/end || deadline=0
-        left=$(( (${{{{deadline:-0}}}} - $(date +%s) + 59) / 60 ))
-        [ "$left" -ge 0 ] || left=0
-        [ "$left" -le "${{{{minutes:-0}}}}" ] || left=${{{{minutes:-0}}}}
-        shutdown --no-wall -P +"$left"
-        END_OF_FILE
-        cat > /var/lib/cloud/scripts/per-boot/groupwise <<'END_OF_FILE'
-        #!/bin/sh
-        {ARM} || shutdown --no-wall -P now
-        {watch}
-        END_OF_FILE
-        chmod 755 {ARM} /var/lib/cloud/scripts/per-boot/groupwise
-        {{notice}}
-        /var/lib/cloud/scripts/per-boot/groupwise
-        python3 -c 'import ensurepip' || {{{{ apt-get update && apt-get -o DPkg::Lock::Timeout=120 install -y python3-venv; }}}} || true
-        [ -f /etc/ssh/ssh_host_ed25519_key.pub ] || ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key
-        key=$(cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub)
-        sum=$(printf %s "$key" | sha256sum | cut -c1-64)
-        print_key() {{{{ printf '\\n<groupwise-host-key %s %s>\\n' "$key" "$sum" >> /dev/console; }}}}
-        print_key
-        trap - EXIT
-        set +e  # a job may have begun
-        for pause in 1 2 4; do
-            sleep $pause
-            print_key
-        done
-        """
-    notice = ""
+    watch = notice = ""
     if spot:
+        watch = f"setsid python3 -I /var/lib/groupwise/spot_notice.py ~{user}/{ROOT} </dev/null >/dev/null 2>&1 &"
         program = NOTICE.read_text("utf-8")
         notice = f"cat > /var/lib/groupwise/spot_notice.py <<'END_OF_FILE'\n{program}END_OF_FILE"
-    return textwrap.dedent(script).format(notice=notice)
+    values = {
+        "deadline": f"{deadline:.0f}",
+        "minutes": str(minutes),
+        "arm": ARM,
+        "watch": watch,
+        "notice": notice,
+    }
+    return re.sub(r"@(\w+)@", lambda name: values[name[1]], SCRIPT.read_text("utf-8"))
 
 
 def host_key_in(console: str) -> str | None:

@@ -126,7 +126,15 @@ def examine(
                     _check_roles(database, add)
                     _check_keys(database, add)
                 _check_machines(database, only, add)
-                _report_alarms(place, database, add)
+                covered = {"role_missing", "untrusted", "unreachable", "degraded"}
+                actor = Actor("doctor")
+                for alarm in database.read(lambda s: list(status.alarms(s, actor, place.growing))):
+                    if alarm["kind"] not in covered:
+                        add(
+                            Finding(
+                                alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]
+                            )
+                        )
     return Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
 
 
@@ -342,14 +350,6 @@ def _check_roles(database: Database, add: OnFinding) -> None:
                     remedy=f"`groupwise fleet up` starts all roles, `groupwise fleet {role}` this one",
                 )
             )
-
-
-def _report_alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
-    covered = {"role_missing", "untrusted", "unreachable", "degraded"}
-    actor = Actor("doctor")
-    for alarm in database.read(lambda s: list(status.alarms(s, actor, place.growing))):
-        if alarm["kind"] not in covered:
-            add(Finding(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 
 
 # --- machines -------------------------------------------------------------------------------------

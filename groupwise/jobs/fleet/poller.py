@@ -227,24 +227,21 @@ class Poller:
                 self._warn_once(error)
             except Exception as error:  # a row written by hand must not end its polls
                 logger.exception("the look at machine %s failed", watched.machine.vm_id)
-                await self._record_error(watched, error)
+                # Record the error as a missed poll: the author of the row then sees it there.
+                watched.misses += 1
+                watched.answered = False
+                vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
+                asked_at = time.monotonic() + self._clock_offset
+                try:
+                    await self._database.in_thread(
+                        lambda s: observation.record_miss(s, vm_id, asked_at, text)
+                    )
+                except RunError as away:
+                    self._warn_once(away)
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
             self._due_in(watched, max(started_at + pause - time.monotonic(), self._pace.least))
-
-    async def _record_error(self, watched: _PolledMachine, error: Exception) -> None:
-        """Record the error as a missed poll: the author of the row then sees it there."""
-        watched.misses += 1
-        watched.answered = False
-        vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
-        asked_at = time.monotonic() + self._clock_offset
-        try:
-            await self._database.in_thread(
-                lambda s: observation.record_miss(s, vm_id, asked_at, text)
-            )
-        except RunError as away:
-            self._warn_once(away)
 
     def _warn_once(self, error: RunError) -> None:
         if not self._has_warned:

@@ -122,7 +122,14 @@ class AllowedSecrets:
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )
-            return _read_regular_file(real_path)
+            file = os.open(real_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(file, "rb") as opened:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise OSError("it is no file")
+                data = opened.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise OSError("it is too long for a variable")
+            return data.decode().removesuffix("\n")
         except (OSError, ValueError):  # ValueError: not a text, or not a valid path
             return None
 
@@ -146,15 +153,3 @@ def _fixed_folder(pattern: str) -> str:
 
 def _is_below(path: str, folder: str) -> bool:
     return os.path.commonpath((path, folder)) == folder
-
-
-def _read_regular_file(path: str) -> str:
-    """The text of a file. Raises ValueError if it is not text, OSError if it is no plain file or too long."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError("it is no file")
-        data = opened.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise OSError("it is too long for a variable")
-    return data.decode().removesuffix("\n")

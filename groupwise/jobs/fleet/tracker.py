@@ -189,19 +189,16 @@ class NatsOutlet:
             except NatsAway as error:
                 logger.debug("%s", error)  # the link warns once about a lost connection
                 break
-            self._warn_of_skipped([e for e, text in messages if len(text) > largest], largest)
+            # Events above the size limit are skipped: waiting for them would block all later ones.
+            for end in [e for e, text in messages if len(text) > largest]:
+                logger.warning(
+                    "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
+                    end.subject,
+                    end.job_id,
+                    largest,
+                )
             delivered.update(e.event_id for e in portion)
         return delivered
-
-    def _warn_of_skipped(self, left_out: Sequence[JobEnd], largest: int) -> None:
-        """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
-        for end in left_out:
-            logger.warning(
-                "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
-                end.subject,
-                end.job_id,
-                largest,
-            )
 
 
 class _EventsLost(Exception):
@@ -277,7 +274,14 @@ class Tracker:
         is_full = self._has_room() and await self._read_new(self._position)
         if self._untold:
             for event_id in await self._outlet.announce(list(self._untold.values())):
-                self._remove_pending(event_id)
+                job_end = self._untold.pop(event_id, None)
+                if (
+                    job_end is not None
+                    and (destination := self._outlet.destination_of(job_end)) is not None
+                ):
+                    self._untold_by_destination[destination] -= 1
+                    if not self._untold_by_destination[destination]:
+                        del self._untold_by_destination[destination]
         waiting_ids = [*self._untold, *(numbers[0] for numbers in self._postponed.values())]
         position = min(waiting_ids) - 1 if waiting_ids else self._position
         if position > self._stored_position:
@@ -346,16 +350,6 @@ class Tracker:
         self._untold[job_end.event_id] = job_end
         if (destination := self._outlet.destination_of(job_end)) is not None:
             self._untold_by_destination[destination] += 1
-
-    def _remove_pending(self, event_id: int) -> None:
-        job_end = self._untold.pop(event_id, None)
-        if (
-            job_end is not None
-            and (destination := self._outlet.destination_of(job_end)) is not None
-        ):
-            self._untold_by_destination[destination] -= 1
-            if not self._untold_by_destination[destination]:
-                del self._untold_by_destination[destination]
 
     def _warn_of_pruned(self, pruned: Sequence[str]) -> None:
         if pruned:

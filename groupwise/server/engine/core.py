@@ -46,6 +46,7 @@ from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine.engine_protocol import (
+    PART,
     EngineLost,
     Opened,
     OpenRun,
@@ -58,14 +59,15 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
-from groupwise.server.engine.prompt_length import LONG, check_characters, texts_of
 from groupwise.server.engine.sampling_checks import (
+    LONG,
+    check_characters,
     check_constraint,
     check_processing,
     refuse_unknown_tokens,
     stop_token_ids,
+    texts_of,
 )
-from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
 from groupwise.tasks.contract import Task
@@ -75,7 +77,7 @@ from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import group_of
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import build, rollout_builder
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
 from groupwise.training.loops.drawing import check_served
 from groupwise.training.loops.metrics import Timings
@@ -92,6 +94,7 @@ from groupwise.training.loops.resume import (
     use_copied_start,
 )
 from groupwise.training.loops.rl import publish, take_step
+from groupwise.training.loops.rl_prepare import training_layout
 from groupwise.training.loops.run import StepBatch
 from groupwise.training.loops.training import save_checkpoint
 from groupwise.training.placement import refuse_on_server
@@ -468,6 +471,8 @@ class EngineCore:
             tokens, self._fresh_tokens = self._fresh_tokens, 0
             batch = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
             with run.taking_a_step():
+                if self._loaded_run.prepared.layout.frees_cache:
+                    await run.settle()  # a request that came now would need the memory back
                 metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 self._save()
@@ -605,7 +610,7 @@ def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
         task=Task(object(), CLIENTS, None, None),
         tokenizer=tokenizer,
         max_steps=config.training.max_steps,
-        layout=placement.choose_layout(config, longest_prompt),
+        layout=training_layout(config, longest_prompt),
         facts={"task": CLIENTS, "task_file": "", "base": identity(config.model)},
     )
 

@@ -11,8 +11,8 @@ failed while running, `EngineLost` if the engine ended or was killed before it a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from groupwise.api.schemas.parts import PartsKind
@@ -22,6 +22,8 @@ from groupwise.core.types import (
     Policy,
     Prompt,
     PromptLogprobs,
+    RewardPart,
+    Rollout,
     TopLogprobs,
 )
 from groupwise.runs.records import StepRecord
@@ -284,3 +286,21 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End the engine with all its processes; an open run stays as it is on disk."""
         ...
+
+
+PART = "reward"
+"""The name of the one reward that a client gives a completion."""
+NO_REWARD = "its client gave it no reward (null)"
+
+
+def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
+    """Each rollout with its reward. A rollout without one is marked as failed and is not trained on."""
+
+    def score(rollout: Rollout, reward: float | None) -> Rollout:
+        if reward is None:
+            return replace(rollout, outcome="failed", reason=NO_REWARD)
+        return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))
+
+    return replace(
+        group, rollouts=tuple(score(*pair) for pair in zip(group.rollouts, rewards, strict=True))
+    )

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import ModelError, UsageError
 from groupwise.core.types import (
@@ -28,6 +29,7 @@ from groupwise.core.types import (
     Prediction,
     Row,
     Sampler,
+    SharesDevice,
     UpdateResult,
 )
 from groupwise.engine.distributed import prefork
@@ -44,6 +46,7 @@ from groupwise.server.engine.part_checks import (
 )
 from groupwise.training import build, placement
 from groupwise.training.config import RunConfig, load_config
+from groupwise.training.loops.rl_prepare import training_layout
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
@@ -93,7 +96,7 @@ class EngineParts:
         """The layout that `open` would use, as a mapping. ModelError if `described` must not be read."""
         if described is not None:
             check_sent(Path(described))
-        return asdict(_choose_layout(_load_parts_config(kind, config), longest_prompt))
+        return asdict(_choose_layout(kind, _load_parts_config(kind, config), longest_prompt))
 
     async def open(self, order: OpenParts) -> PartsOpened:
         """Load the model and build the parts; once. UsageError if config or model are wrong."""
@@ -113,7 +116,7 @@ class EngineParts:
                 f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
                 "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
             )
-        layout = _choose_layout(config, order.longest_prompt)
+        layout = _choose_layout(order.kind, config, order.longest_prompt)
         build.expect_ranks(config)
         self._scope.callback(prefork.end_zygote)
         published = folder / PUBLISHED
@@ -168,6 +171,7 @@ class EngineParts:
         learner = self._ready_parts.learner
         check_rows(rows, self._ready_parts.vocabulary)
         check_loss(loss, denominators)
+        await self._rest_sampler()
         try:
             return await learner.forward_backward(rows, loss, denominators)
         except KeyError as error:
@@ -177,6 +181,12 @@ class EngineParts:
             raise UsageError(
                 f"denominators has no {component!r}, a component of the loss {loss.name}; each one is divided by its own."
             ) from None
+
+    async def _rest_sampler(self) -> None:
+        """Let the sampler leave the device to the learner, if the layout says so: the loop that calls cannot ask for it."""
+        parts = self._ready_parts.parts
+        if isinstance(parts, build.Parts) and isinstance(parts.sampler, SharesDevice):
+            await parts.sampler.rest()
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`."""
@@ -201,6 +211,7 @@ class EngineParts:
         """See `groupwise.core.types.Learner.logprobs`."""
         learner = self._ready_parts.learner
         check_rows(rows, self._ready_parts.vocabulary)
+        await self._rest_sampler()
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
@@ -238,13 +249,18 @@ class EngineParts:
 
 def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
     loader = load_sft_config if kind == "supervised" else load_config
+    section = config.get("algorithm")
+    if isinstance(section, Mapping):
+        refuse_own(cast("Mapping[str, Any]", section).get("type"))
     parts_config = loader(config).config
     if isinstance(parts_config, RunConfig):
         build.refuse_servers(parts_config, "a training server samples itself")
     return parts_config
 
 
-def _choose_layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
+def _choose_layout(
+    kind: PartsKind, config: RunConfig | SftConfig, longest_prompt: int | None
+) -> Layout:
     placement.refuse_on_server(config)
     max_processes = max(placement.MAX_PROCESSES, 2 * available_cores())
     if (config.run.processes or 1) > max_processes:
@@ -263,4 +279,5 @@ def _choose_layout(config: RunConfig | SftConfig, longest_prompt: int | None) ->
             f"longest_prompt is {longest_prompt}, for which {key_length} tokens would be kept, but {config.model.name} has positions for "
             f"{room}."
         )
-    return placement.choose_layout(config, longest_prompt)
+    choose = training_layout if kind == "training" else placement.choose_layout
+    return choose(config, longest_prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from groupwise.algorithms.own import refuse_own
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row
@@ -99,6 +100,7 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:
     """Check the loss given to `Learner.forward_backward`."""
+    refuse_own(loss.name)
     try:
         from_spec(loss)
     except (TypeError, ValueError) as error:

@@ -1,7 +1,10 @@
-"""Numbered events of the server, for clients that follow it live.
+"""Numbered events of the server, for clients that follow it live; and counters of a run.
 
 An event is added in the transaction of the change that it reports, so clients never see an event whose change is not on disk. Ids increase
 by one; a client that asks for events after an id and finds a gap knows that some are no longer kept.
+
+The counters of a run are increased in the same way, in the transaction of the work that they count, so a restart loses none. `/status`
+shows `completion_requests_served` and `reward_requests_served`; refusals are counted as `refused/<problem code>`.
 """
 
 from __future__ import annotations
@@ -65,3 +68,27 @@ def newest_events(transaction: Transaction, limit: int) -> list[Event]:
 def last_event(transaction: Transaction) -> int:
     """The id of the newest event; 0 before the first."""
     return transaction.value("SELECT coalesce(max(id), 0) FROM events")
+
+
+COMPLETION_REQUESTS = "completion_requests_served"
+REWARD_REQUESTS = "reward_requests_served"
+
+
+def count(transaction: Transaction, run: str, name: str, by: int = 1) -> None:
+    """Increase a counter of a run."""
+    transaction.execute(
+        """INSERT INTO counters (run, name, value) VALUES (?, ?, ?)
+        ON CONFLICT (run, name) DO UPDATE SET value = value + excluded.value""",
+        (run, name, by),
+    )
+
+
+def count_refusal(transaction: Transaction, run: str, code: str) -> None:
+    """Count a refused request by its problem code."""
+    count(transaction, run, f"refused/{code}")
+
+
+def counters_of(transaction: Transaction, run: str) -> dict[str, int]:
+    """All counters of a run by name, without those that were never increased."""
+    rows = transaction.all("SELECT name, value FROM counters WHERE run = ? ORDER BY name", (run,))
+    return dict(rows)

@@ -1,17 +1,21 @@
 """The runs that were started on a server, in order; at most one is active.
 
 A run is added before the client that started it gets its answer. When it ends, for any reason, its groups, plans and rewards stay readable.
+Its tokenizer is stored with it, so that GET /tokenizer is answered without an engine.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import TokenizerAnswer
 from groupwise.runs.encoding import label, pack_json, unpack_json
-from groupwise.server.ledger.tokenizers import Tokenizer
+from groupwise.server.engine.engine_protocol import Opened
 from groupwise.server.ledger.transaction import Row, Transaction
 
 RunState = Literal["active", "stopped", "finished", "failed", "replaced"]
@@ -165,3 +169,37 @@ def _unpack_tokenizer(packed: str | None) -> Tokenizer | None:
         return None
     facts = unpack_json(packed)
     return Tokenizer(facts["hash"], tuple(facts["stop_token_ids"]))
+
+
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A run's tokenizer, stored so that it can be described without an engine."""
+
+    hash: str
+    """Name of the folder with its files."""
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, opened: Opened) -> Tokenizer:
+        """The tokenizer of a run that an engine has opened."""
+        return cls(opened.tokenizer_hash, opened.stop_token_ids)
+
+
+def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
+    """Describe the tokenizer files in this folder."""
+    tokenizer_file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    facts: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    tokens = {role: facts[role] for role in ROLES if facts.get(role)}  # text, or `content` of it
+    texts = {role: t if isinstance(t, str) else str(t["content"]) for role, t in tokens.items()}
+    template = folder / TEMPLATE
+    return TokenizerAnswer(
+        hash=tokenizer.hash,
+        chat_template=template.read_text() if template.is_file() else facts.get("chat_template"),
+        tokenizer_json=tokenizer_file.read_text() if tokenizer_file.is_file() else None,
+        special_tokens=texts,
+        stop_token_ids=list(tokenizer.stop_token_ids),
+    )

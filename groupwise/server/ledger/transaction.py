@@ -2,10 +2,15 @@
 
 An operation is a plain function whose first parameter is a `Transaction`. It may call other operations; all their changes are committed
 together, or not at all. It must not keep a reference to the transaction, start or end one, or wait for anything.
+
+Leases are measured in uptime: how long a server has been up with this ledger, over all its processes. It continues from the last stored
+value, so nothing expires while a server is down. The server calls `store_uptime` every few seconds; after a kill -9 the time since the last
+call is not counted, so leases last slightly longer.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import dataclass
 from typing import Any
@@ -51,3 +56,22 @@ class Transaction:
         ).lastrowid
         assert added is not None
         return added
+
+
+TICK_SECONDS = 2.0
+"""Seconds between calls of `store_uptime`: a kill -9 extends leases by at most this much."""
+
+
+def store_uptime(transaction: Transaction) -> float:
+    """Store the current uptime; returns it."""
+    transaction.execute(
+        "INSERT OR REPLACE INTO meta (key, value) VALUES ('uptime', ?)",
+        (json.dumps(transaction.uptime),),
+    )
+    return transaction.uptime
+
+
+def stored_uptime(connection: sqlite3.Connection) -> float:
+    """The last stored uptime in seconds; 0 in a new ledger."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
+    return 0.0 if row is None else json.loads(row[0])

@@ -29,9 +29,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 from groupwise.core.retry import Timing
-from groupwise.server.ledger import uptime
 from groupwise.server.ledger.file import LedgerClosed, explaining_sqlite, explanation, open_file
-from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.ledger.transaction import Transaction, store_uptime, stored_uptime
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Ledger:
         self._connection = connection
         self._timing = timing
         with explaining_sqlite(path):
-            self._uptime_before = uptime.stored_uptime(connection) - timing.clock()
+            self._uptime_before = stored_uptime(connection) - timing.clock()
         self._queue: list[_Job] = []
         self._closing = False
         self._condition = threading.Condition()
@@ -182,7 +181,7 @@ class Ledger:
         """Store the uptime if the disk allows it; otherwise leases last slightly longer."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            uptime.tick(self._transaction())
+            store_uptime(self._transaction())
             atomic_files.commit(self._connection, "tick")
         except sqlite3.Error:
             self._rollback()

@@ -9,7 +9,7 @@ from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
-from groupwise.server.ledger import counters, groups, members, trajectories
+from groupwise.server.ledger import events, groups, members, trajectories
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import RETENTION_SECONDS, StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
@@ -69,7 +69,7 @@ def keep_group(
         (row,) = groups.add_groups(
             transaction, run, [new_group], key_id=options.caller.key_id, lease=options.lease
         )
-        counters.count(transaction, run, counters.COMPLETION_REQUESTS)
+        events.count(transaction, run, events.COMPLETION_REQUESTS)
         member = (
             None if gathering is None else members.share_group(transaction, gathering, group).index
         )
@@ -105,7 +105,7 @@ def give_member(
     def work() -> Completed | None:
         if not members.hand_out(transaction, member):
             return None
-        counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
+        events.count(transaction, member.row.run, events.COMPLETION_REQUESTS)
         return _completed_answer(transaction, member.row, member.index, prompt_tokens, [choice])
 
     return _store_once(transaction, options, work)
@@ -119,7 +119,7 @@ def keep_turn(
     def work() -> Completed:
         row, sampled = turn.place.row, turn.group
         trajectories.keep_turn(transaction, turn, options.lease)
-        counters.count(transaction, row.run, counters.COMPLETION_REQUESTS)
+        events.count(transaction, row.run, events.COMPLETION_REQUESTS)
         return Completed(
             id=turn.place.id,
             group=row.id,

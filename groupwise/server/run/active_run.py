@@ -12,8 +12,7 @@ from pathlib import Path
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.condition import ChangeNotifier
 from groupwise.runs import find
-from groupwise.server.ledger.runs import RunRow
-from groupwise.server.ledger.tokenizers import Tokenizer
+from groupwise.server.ledger.runs import RunRow, Tokenizer
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
 from groupwise.server.run.policy_versions import Versions

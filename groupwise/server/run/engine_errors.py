@@ -10,7 +10,7 @@ from groupwise.api.schemas.problems import KINDS, FieldError, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import EngineLost, Opened, WrongOrder
-from groupwise.server.engine.prompt_length import check_characters, texts_of
+from groupwise.server.engine.sampling_checks import check_characters, texts_of
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 from groupwise.tasks.openai.sampling import OrderField

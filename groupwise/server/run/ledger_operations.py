@@ -25,24 +25,14 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.engine_protocol import Opened, Sampled
-from groupwise.server.ledger import (
-    counters,
-    events,
-    groups,
-    members,
-    plans,
-    runs,
-    trajectories,
-    uptime,
-)
+from groupwise.server.ledger import events, groups, members, plans, runs, trajectories
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.rewards import Post
-from groupwise.server.ledger.runs import RunRow
-from groupwise.server.ledger.tokenizers import Tokenizer
-from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.ledger.runs import RunRow, Tokenizer
+from groupwise.server.ledger.transaction import Transaction, store_uptime
 from groupwise.server.run import steps
 from groupwise.server.run.responses import (
     answer_of,
@@ -118,7 +108,7 @@ def keep_groups(
             for sample, draw in zip(sampled, request.all_draws, strict=True)
         ]
         rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
-        counters.count(transaction, run, counters.COMPLETION_REQUESTS)
+        events.count(transaction, run, events.COMPLETION_REQUESTS)
         answers.extend(
             group_answer(transaction, row, new_group.group)
             for row, new_group in zip(rows, new_groups, strict=True)
@@ -171,7 +161,7 @@ def keep_rewards(
                     status=posted.answer["status"],
                 )
             )
-        counters.count(transaction, run, counters.REWARD_REQUESTS)
+        events.count(transaction, run, events.REWARD_REQUESTS)
         return rewards_answer(request, answers)
 
     run_idempotent(transaction, caller, work)
@@ -361,7 +351,7 @@ def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, call
 
 def tick(transaction: Transaction) -> bool:
     """Store the uptime, and end groups whose lease has expired; True if there were any."""
-    uptime.tick(transaction)
+    store_uptime(transaction)
     settled = members.settle_overdue(transaction)
     overdue = groups.expire_overdue(transaction)
     for run in dict.fromkeys(row.run for row in overdue):
@@ -402,7 +392,7 @@ def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
         runs.read_run(transaction, run),
         steps.next_step(transaction, run),
         groups.count_groups(transaction, run),
-        counters.counters_of(transaction, run),
+        events.counters_of(transaction, run),
         plans.quarantined_plans(transaction, run),
         events.last_event(transaction),
         groups.count_unnamed(transaction, run),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Probe
 from groupwise.server.ledger import idempotency, responses
-from groupwise.server.ledger.uptime import TICK_SECONDS
+from groupwise.server.ledger.transaction import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun

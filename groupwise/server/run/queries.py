@@ -8,8 +8,7 @@ import time
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventData, StatusAnswer, TokenizerAnswer
 from groupwise.server.ledger import events, runs
-from groupwise.server.ledger.runs import RunRow
-from groupwise.server.ledger.tokenizers import Tokenizer, tokenizer_answer
+from groupwise.server.ledger.runs import RunRow, Tokenizer, tokenizer_answer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun

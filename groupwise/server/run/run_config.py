@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import TINY, StartRequest
-from groupwise.core.errors import ConfigError, RunNotFoundError
+from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.runs import find
@@ -96,6 +97,12 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
             "logging_steps": request.logging_steps,
         },
     }
+    try:
+        refuse_own(algorithm if isinstance(algorithm, str) else (algorithm or {}).get("type"))
+    except UsageError as error:
+        field = "algorithm" if isinstance(algorithm, str) else "algorithm.type"
+        errors = [FieldError(field=field, message=str(error))]
+        raise Refusal("invalid_request", str(error), errors=errors) from None
     try:
         load_config(config)
     except ConfigError as error:

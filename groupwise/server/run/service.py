@@ -23,7 +23,7 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.training import ByVerbs, StartAnswer, StartRequest, StatusAnswer
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
-from groupwise.server.ledger import counters
+from groupwise.server.ledger import events
 from groupwise.server.ledger.idempotency import StoredResponse, stored_response
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.active_run import ActiveRun
@@ -147,7 +147,7 @@ class Service:
         latest = self._active_run.latest
         if latest is not None:
             with suppress(GroupwiseError):  # a counter is not worth a failure
-                await self._ledger.do(counters.count_refusal, latest.run, code)
+                await self._ledger.do(events.count_refusal, latest.run, code)
 
     # --- called by the other protocols -----------------------------------------------------------
 

@@ -14,7 +14,7 @@ from groupwise.api.schemas.training import (
     Throughput,
 )
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger import counters
+from groupwise.server.ledger import events
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.run import steps
 from groupwise.server.run.conductor import Conductor
@@ -45,8 +45,8 @@ def status_of(
     training = row.config["training"]
     return StatusAnswer(
         training_settings=row.settings,
-        completion_requests_served=snapshot.counters.get(counters.COMPLETION_REQUESTS, 0),
-        reward_requests_served=snapshot.counters.get(counters.REWARD_REQUESTS, 0),
+        completion_requests_served=snapshot.counters.get(events.COMPLETION_REQUESTS, 0),
+        reward_requests_served=snapshot.counters.get(events.REWARD_REQUESTS, 0),
         phase=conductor.phase if conductor else PHASES[row.state],
         run_id=row.run,
         step=status.step if status else snapshot.step,

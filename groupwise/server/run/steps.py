@@ -14,8 +14,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind
 from groupwise.core.types import Group, from_json
 from groupwise.runs.records import StepRecord
-from groupwise.server.engine.engine_protocol import StepDone
-from groupwise.server.engine.scored_group import scored_group
+from groupwise.server.engine.engine_protocol import StepDone, scored_group
 from groupwise.server.ledger import events, groups, plans, runs, trajectories
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.plans import PlanRow, Trained

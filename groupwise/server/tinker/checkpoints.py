@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.server.engine.saved_adapters import CheckpointNote, SavedFolders
 from groupwise.server.engine.verb_protocol import ModelSpec, Stored
-from groupwise.server.tinker.paths import path_of
-from groupwise.server.tinker.sessions import NotFound
+from groupwise.server.tinker.sessions import NotFound, path_of
 
 SWEEP_INTERVAL = 60.0
 """Expired checkpoints are looked for once in so many seconds."""

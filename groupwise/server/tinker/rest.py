@@ -13,8 +13,7 @@ from groupwise.server.ledger.training_runs import TrainingRunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import answers, requests
 from groupwise.server.tinker.checkpoints import Checkpoint, Checkpoints
-from groupwise.server.tinker.paths import path_of
-from groupwise.server.tinker.sessions import NotFound
+from groupwise.server.tinker.sessions import NotFound, path_of
 
 
 class RestLists:

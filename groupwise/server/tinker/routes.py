@@ -29,10 +29,9 @@ from groupwise.core.settings.field_errors import field_errors
 from groupwise.server.engine.verb_protocol import Stored
 from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
-from groupwise.server.tinker.paths import MODEL, SCHEME, stored_at
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
-from groupwise.server.tinker.sessions import NotFound
+from groupwise.server.tinker.sessions import MODEL, SCHEME, NotFound, stored_at
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
-from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import Sampler, SessionRegistry
+from groupwise.server.tinker.sessions import Sampler, SessionRegistry, stored_at
 from groupwise.server.tinker.tensors import MOST_CELLS, Sparse, dense, filled
 from groupwise.tasks.rollouts.seeds import derive
 

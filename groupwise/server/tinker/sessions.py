@@ -1,28 +1,30 @@
 """Tracks clients' sessions, models and samplers, each by its id.
 
 A client opens a session and keeps it alive by a heartbeat; its models are released when the session ends, or falls silent and their room
-is needed. A sampler
-represents weights that do not change: weights saved under a name, weights that a training client saved only for this sampler, or a base
-model. All of it is in the ledger before clients get the ids, and a new process restores it (`restore`).
+is needed. A sampler represents weights that do not change: weights saved under a name, weights that a training client saved only for this
+sampler, or a base model. All of it is in the ledger before clients get the ids, and a new process restores it (`restore`).
+
+The client's paths of saved weights: `tinker://<model>/weights/<name>`, or `tinker://<model>/sampler_weights/<name>`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.verb_protocol import ModelSpec, NoRoom, Stored, VerbEngine
+from groupwise.server.engine.verb_protocol import ModelSpec, NoRoom, Stored, StoredKind, VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import ModelRow, SamplerRow
 from groupwise.server.ledger.writer import Ledger
+from groupwise.server.tinker import requests
 from groupwise.server.tinker.futures import CallQueue, Futures
-from groupwise.server.tinker.paths import path_of
 
 ResultT = TypeVar("ResultT")
 
@@ -305,3 +307,26 @@ class SessionRegistry:
 def session_of(model: str) -> str:
     """The session in the id of a model or sampler; such ids start with the session's id."""
     return model.partition(":")[0]
+
+
+SCHEME = "tinker://"
+MODEL, SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]*"), re.compile(requests.NAME_PATTERN)
+"""Model ids and names of saved weights. Both become folder names, so they are checked strictly."""
+
+
+def path_of(stored: Stored) -> str:
+    """The client's path for saved weights."""
+    return f"{SCHEME}{stored.model}/{stored.kind}/{stored.name}"
+
+
+def stored_at(path: str) -> Stored:
+    """The inverse of `path_of`. UsageError if the path is malformed."""
+    kinds: Mapping[str, StoredKind] = {kind: kind for kind in get_args(StoredKind)}
+    parts = path.removeprefix(SCHEME).split("/")
+    well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
+    if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:
+        raise UsageError(
+            f"{path!r} is no path of saved weights. They look like tinker://<model>/weights/<name> or "
+            "tinker://<model>/sampler_weights/<name>."
+        )
+    return Stored(parts[0], kinds[parts[1]], parts[2])

@@ -2,19 +2,26 @@
 
 A sparse tensor lists its cells row by row (CSR); all other cells hold a filling. It travels in protobuf with the data of training, and in
 JSON with a request to sample. Both are read into the same `Cells`, and what does not fit is refused by name (`UsageError`).
+
+The classes of the client's protobuf messages (`messages`) come with its package `tinker`. Importing the package itself takes more than a
+second and starts threads; the file with the classes needs only protobuf. So the file is loaded directly from the package's folder, without
+running the package.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.server.tinker.messages import messages
 
 MOST_CELLS = 4_000_000
 """Largest N · K of a tensor: 20 for each of 200,000 tokens. A sparse one could otherwise name more cells than there is memory for."""
@@ -146,3 +153,33 @@ def unpacked(data: bytes, kind: str, where: str) -> list[Any]:
     if len(data) % size:
         raise UsageError(f"{where} has {len(data)} bytes, which is no multiple of {size}.")
     return list(struct.unpack(f"<{len(data) // size}{kind}", data))
+
+
+MODULE = "tinker.proto.tinker_public_pb2"
+FILE = "tinker_public_pb2.py"
+
+
+@cache
+def messages() -> Any:
+    """The module with the classes. UsageError if the package is not installed."""
+    if MODULE in sys.modules:
+        return sys.modules[MODULE]
+    package = find_spec("tinker")
+    folders = list(package.submodule_search_locations or ()) if package is not None else []
+    files = [path for folder in folders if (path := Path(folder) / "proto" / FILE).is_file()]
+    if not files:
+        raise UsageError(
+            "The verbs read the messages of the Tinker client with classes from its package `tinker`, which is not installed. "
+            "Run: pip install 'groupwise[tinker]'"
+        )
+    spec = spec_from_file_location("groupwise_tinker_messages", files[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_installed() -> bool:
+    """True if `messages` will find them."""
+    return find_spec("tinker") is not None

@@ -21,9 +21,16 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
-from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotFound, SessionRegistry, session_of
+from groupwise.server.tinker.sessions import (
+    EPHEMERAL,
+    Model,
+    NotFound,
+    SessionRegistry,
+    path_of,
+    session_of,
+    stored_at,
+)
 from groupwise.tasks.rollouts.seeds import derive
 
 EPHEMERAL_KEPT = 8

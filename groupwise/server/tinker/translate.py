@@ -22,8 +22,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.types import LossSpec, Row, TopTokens
 from groupwise.server.engine.verb_protocol import Computed, VerbSampled
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.messages import messages
-from groupwise.server.tinker.tensors import Cells, Sparse, cells_of, places_of, unpacked
+from groupwise.server.tinker.tensors import Cells, Sparse, cells_of, messages, places_of, unpacked
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 MOST_FIELDS = 200_000

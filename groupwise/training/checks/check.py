@@ -3,6 +3,7 @@
     hooks and data          can be called and suffice for a command; sizes, columns, lengths, duplicates, overlap
     the first prompts       exactly as the model will see them
     rewards                 in the same workers as in training, on gold answers, on wrong ones, and on given completions
+    an algorithm's file     keeps what all algorithms guarantee (`check_algorithm`); only this needs torch
 
 A reward that crashes, never varies, or gives gold less than a wrong completion is a problem; a suspicious result is a warning. A file,
 hook or config that is unusable raises `UsageError`, as in `groupwise rl`.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.algorithms.own import is_own
 from groupwise.core.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
@@ -30,6 +32,8 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.tools import Schema
 from groupwise.training import placement, rollout_builder
+from groupwise.training.build import build_algorithm
+from groupwise.training.checks.check_algorithm import check_algorithm
 from groupwise.training.checks.check_data import (
     check_dataset,
     check_hooks,
@@ -139,6 +143,9 @@ def check(
             subject.task, view(subject.config), subject.tokenizer, _draw_limit(subject.config)
         )
     )
+    algorithm = subject.config.algorithm
+    if is_own(algorithm.type):
+        findings.extend(check_algorithm(build_algorithm(subject.config), algorithm.type))
     details: dict[str, Any] = {
         "prompts": _render_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,

@@ -27,7 +27,14 @@ TRL_LEARNING_RATE, TRL_LENGTH = 1e-6, 512
 """TRL's defaults of learning_rate and max_completion_length."""
 LORA_DEFAULTS = {"": (16, 32, 0.05), "LoraConfig": (8, 8, 0.0), "get_peft_model": (16, 16, 0.0)}
 """Default rank, alpha and dropout of an adapter, in TRL's own config, in peft's, and in Unsloth's call."""
-LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
+LOSSES = {
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo",
+    "bnpo": "dapo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+}
 """TRL's loss_type -> the algorithm here."""
 LOSS_DIVISORS = {
     "dapo": "divides by all tokens of the step",

@@ -333,8 +333,9 @@ def _rejection_reason(name: str, value: Any) -> str | None:
 def _take_unchanged(translation: Translation, name: str, key: str) -> None:
     """Take a value whose key has the same meaning here, if our section has that key."""
     section, _, own_key = key.partition(".")
-    algorithm = translation.choices.get("algorithm.type")
-    knobs = {knob.name for knob in fields(ALGORITHMS[algorithm.value if algorithm else "dapo"])}
+    choice = translation.choices.get("algorithm.type")
+    algorithm = choice.value if choice else "dapo"
+    knobs = {knob.name for knob in fields(ALGORITHMS[algorithm])}
     if section == "data" and own_key in DatasetConfig.model_fields and not translation.names_data:
         translation.lose(
             name,
@@ -343,7 +344,7 @@ def _take_unchanged(translation: Translation, name: str, key: str) -> None:
     elif section == "algorithm" and own_key not in knobs:
         translation.lose(
             name,
-            f"is not taken over: {translation.choices['algorithm.type'].value} has no {own_key}",
+            f"is not taken over: {algorithm} has no {own_key}",
         )
     else:
         translation.choose(key, translation.take(name), translation.origin(name))
@@ -611,7 +612,7 @@ def _translate_correction(translation: Translation) -> None:
     names = [
         f"vllm_importance_sampling_{suffix}" for suffix in ("correction", "mode", "cap", "clip_min")
     ]
-    correction, mode, cap, _ = map(translation.take, names)
+    correction, mode, cap, floor = map(translation.take, names)
     if not translation.settings.get("use_vllm") or not correction:
         for name in names:
             if name in translation.settings:
@@ -625,8 +626,10 @@ def _translate_correction(translation: Translation) -> None:
     )
     if cap is not None:
         translation.choose("algorithm.importance_sampling_cap", cap, translation.origin(names[2]))
-    if names[3] in translation.settings:
-        translation.lose(names[3], "is not taken over: ratios have a cap alone")
+    if floor is not None:
+        translation.choose(
+            "algorithm.importance_sampling_floor", floor, translation.origin(names[3])
+        )
 
 
 def _translate_schedule(translation: Translation) -> None:

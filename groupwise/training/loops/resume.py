@@ -37,6 +37,7 @@ NOT_WEIGHTS = (
 )
 FIXED_FACTS = {
     "--task-module": "task",
+    "the file of algorithm.type": "algorithm_file",
     "the training data, as token ids": "data",
     "the base model": "base",
 }

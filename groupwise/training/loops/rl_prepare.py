@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from groupwise.algorithms.own import file_digest, is_own
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import TASK_COLUMN, Example
@@ -153,6 +154,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         max_steps=max_steps,
         layout=training_layout(settings, longest_prompt),
         facts=task_facts(resolved_task, rubric)
+        | _algorithm_facts(settings)
         | _held_out_facts(settings, (prompts, easy_prompts), held_out, rows_read),
         callbacks=callbacks,
     )
@@ -175,6 +177,12 @@ def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
         build.build_algorithm(config).check(max_tokens, rubric.names if rubric else ())
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _algorithm_facts(config: RunConfig) -> dict[str, str]:
+    """The content of the file of an algorithm of one's own, by its digest."""
+    name = config.algorithm.type
+    return {"algorithm_file": file_digest(name)} if is_own(name) else {}
 
 
 def _max_steps(config: RunConfig, examples: int) -> int:

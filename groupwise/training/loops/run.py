@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.algorithms.base import Algorithm
-from groupwise.algorithms.registry import make
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Group, Policy, Sampler, SamplingParams
 from groupwise.runs.records import WarningRecord
@@ -112,7 +111,7 @@ class Learning(Training):
     def take_position(self, position: Mapping[str, Any]) -> None:
         """See `Training.take_position`."""
         super(Learning, self).take_position(position)
-        self.algorithm = make(**position["algorithm"])
+        self.algorithm = type(self.algorithm)(**position["algorithm"]["knobs"])
 
 
 @dataclass(slots=True, kw_only=True)

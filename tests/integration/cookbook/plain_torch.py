@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from groupwise.server.tinker.messages import messages
+from groupwise.server.tinker.tensors import messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from groupwise.engine.distributed.multi_adapter import NewModel
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.machine import has_bfloat16
 from groupwise.server.tinker import translate
-from groupwise.server.tinker.messages import messages
+from groupwise.server.tinker.tensors import messages
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
 from tests.integration.cookbook.plain_torch import (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +15,24 @@ import pytest
 
 import groupwise
 from groupwise.core.errors import UsageError
-from groupwise.core.types import Group, LogitsProcessing
+from groupwise.core.types import Group, LogitsProcessing, Row
 from groupwise.engine.models import tokens
 from groupwise.engine.sampler import json_schemas
+from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.runs.store import Store
-from groupwise.server.engine import core
+from groupwise.server.engine import core, hosted_parts
 from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.engine_protocol import (
     EngineLost,
     OpenModels,
+    OpenParts,
     OpenRun,
     Plan,
     SampleOrder,
     WrongOrder,
+    scored_group,
 )
-from groupwise.server.engine.scored_group import scored_group
+from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.tasks.openai.sampling import Sampling
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
@@ -95,6 +100,47 @@ async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_
     assert (folder / "final" / "adapter_model.safetensors").read_bytes() == (
         in_process / "final" / "adapter_model.safetensors"
     ).read_bytes()
+
+
+def frees_cache(monkeypatch: pytest.MonkeyPatch, module: Any, freed: Callable[[], None]) -> None:
+    """As on a GPU whose memory is short: calls `freed` when keys and values are."""
+    choose, free = module.training_layout, NativeEngine.free_cache
+
+    def free_cache(engine: NativeEngine) -> None:
+        freed()
+        free(engine)
+
+    monkeypatch.setattr(
+        module, "training_layout", lambda *given: replace(choose(*given), frees_cache=True)
+    )
+    monkeypatch.setattr(NativeEngine, "free_cache", free_cache)
+
+
+async def test_nothing_is_sampled_while_a_step_needs_the_memory_of_keys_and_values(
+    in_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitting: list[bool] = []
+    engine = EngineCore()
+    frees_cache(monkeypatch, core, lambda: admitting.append(engine._loaded_run.run.gate.is_open))
+    await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    taken = [(await take(engine, step, in_process))[0] for step in range(2)]
+    assert taken == fingerprints(in_process)[:2]
+    assert admitting == [False, False]
+    assert engine._loaded_run.run.gate.is_open
+    await engine.close()
+
+
+async def test_parts_of_a_loop_elsewhere_free_keys_and_values(tmp_path, monkeypatch) -> None:
+    freed: list[int] = []
+    frees_cache(monkeypatch, hosted_parts, lambda: freed.append(1))
+    settings = config(tmp_path, "elsewhere")
+    order = OpenParts("training", settings, "r", str(tmp_path), LONGEST_PROMPT)
+    async with AsyncExitStack() as scope:
+        parts = EngineParts(scope)
+        opened = await parts.open(order)
+        assert opened.layout["frees_cache"]
+        await parts.logprobs([Row((5, 6), (7, 8), (1, 1), (-1.0, -1.0), 0.0, 1.0)], "policy")
+    assert freed == [1]
 
 
 @pytest.mark.parametrize("source", ["adapter", "checkpoint"])

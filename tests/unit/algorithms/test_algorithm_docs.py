@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from benchmarks.algorithms import FILE, VARIANTS, table
 from groupwise.algorithms.registry import ALGORITHMS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -36,3 +37,15 @@ def test_table_of_knobs_is_exactly_what_exists() -> None:
         for knob in fields(kind)
     }
     assert written == existing
+
+
+def test_the_example_of_ones_own_is_the_file() -> None:
+    file = Path(__file__).parents[3] / "examples" / "11_own_algorithm" / "asymmetric.py"
+    assert f"```python\n{file.read_text(encoding='utf-8')}```" in PAGE
+
+
+def test_the_table_of_all_on_one_task_is_that_of_the_stored_runs() -> None:
+    runs = json.loads(FILE.read_text())["runs"]
+    assert runs.keys() == VARIANTS.keys()
+    assert {len(by_seed) for by_seed in runs.values()} == {5}
+    assert f"\n\n{table(runs)}\n\n" in PAGE

@@ -15,6 +15,7 @@ CPUS = ["fleet", "submit", "--cpus", "2"]
 @pytest.mark.parametrize(("words", "both"), [
     ([*CPUS, "--cpu", "3", "--", "true"], ("--cpus", "--cpu")),
     (["fleet", "submit", "--ram=1GB", "--memory", "2GB", "true"], ("--ram", "--memory")),
+    (["fleet", "submit", "--max-steps", "1", "--max_steps", "2"], ("--max-steps", "--max_steps")),
     (["generate", "--concurrency", "1", "--input-batch-size", "2"], ("--concurrency", "--input-batch-size")),
     (["launch", "local", "--max-hours", "1", "--time-limit", "2h", "--", "rl"], ("--max-hours", "--time-limit")),
 ])  # fmt: skip

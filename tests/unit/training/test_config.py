@@ -234,7 +234,8 @@ task:
 
 
 @pytest.mark.parametrize(("word", "told"), [
-    ("scale_rewards=group", "it is a key of grpo, dapo, gspo, cispo."), ("epsilon_hi=0.3", "algorithm.epsilon_high (of grpo, dr_grpo,"),
+    ("scale_rewards=group", "it is a key of grpo, dapo, gspo, cispo, gmpo, "),
+    ("epsilon_hi=0.3", "algorithm.epsilon_high (of grpo, dr_grpo,"),
     ("type=gropo", "did you mean grpo?"),
 ])  # fmt: skip
 def test_an_unknown_knob_names_the_nearest_and_who_has_it(

@@ -38,27 +38,52 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_memory_that_the_page_names_is_the_plans(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
-) -> None:
-    text = PAGE.read_text()
-    found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+def planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path, *words: str
+) -> dict[str, Any]:
+    """The plan of the page's config, with changes from the command line, on one GPU with 79 GiB free."""
+    found = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     config: dict[str, Any] = copy_plain(parse_yaml(found[1]))
     config["model"]["name"] = str(model)
     del config["task"]  # the problems are on the hub
     give_device(monkeypatch, "cuda", 79 << 30)
     monkeypatch.setattr("groupwise.engine.models.machine.has_bfloat16", lambda device: True)
-    plan = groupwise.rl({**config, "run": {"dir": str(tmp_path)}}, "math", dry_run=True).summary[
-        "plan"
-    ]
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: 1)
+    for word in words:
+        (section, key), value = word.partition("=")[0].split("."), int(word.partition("=")[2])
+        config.setdefault(section, {})[key] = value
+    done = groupwise.rl({**config, "run": {"dir": str(tmp_path)}}, "math", dry_run=True)
+    return done.summary["plan"]
+
+
+def test_a_sampler_beside_the_learner_takes_what_the_page_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    text = PAGE.read_text()
+    command = re.search(r"math (distributed\.samplers=1 .*)", text)
+    numbers = re.search(r"that is ([\d,]+) MiB, and `total` is ([\d,]+)", text)
+    assert command is not None
+    assert numbers is not None
+    plan = planned(monkeypatch, tmp_path, model, *command[1].split())
+    memory = plan["memory_mib"]
+    assert plan["layout"]["shares_gpus"]
+    assert memory["server_learning"] == memory["server_sampling"]
+    assert [f"{memory[key]:,}" for key in ("server_sampling", "total")] == [*numbers.groups()]
+    assert memory["total"] < 0.9 * 79 * 1024
+
+
+def test_the_memory_that_the_page_names_is_the_plans(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    text = PAGE.read_text()
+    plan = planned(monkeypatch, tmp_path, model)
     layout = plan["layout"]
     assert (layout["slots"], layout["max_tokens_per_microbatch"]) == (256, 8192)
     named = {
         part: int(mib.replace(",", ""))
         for part, mib in re.findall(r"\| `(\w+)` \| ([\d,]+) ", text)
     }
-    planned = {part: mib for part, mib in plan["memory_mib"].items() if part in named}
-    assert named == planned
+    assert named == {part: mib for part, mib in plan["memory_mib"].items() if part in named}
     left_out = plan["memory_mib"].keys() - named.keys()
     assert sum(plan["memory_mib"][part] for part in left_out - {"update"}) == 0

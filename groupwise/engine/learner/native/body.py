@@ -18,12 +18,10 @@ from torch import Tensor
 
 from groupwise.engine.learner.native.attention import Attention, attention_of
 from groupwise.engine.learner.native.elementwise import (
-    add_norm_gradient,
-    norm_scale,
     norm_with_gradient,
-    rotate_back_,
     swiglu,
     swiglu_with_gradient,
+    turned_gradient_,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
@@ -200,10 +198,5 @@ def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: T
         (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
         (slice(shape.heads, turned), work.rotations_N1C, raw_keys, layer.key_norm_D),
     ):
-        rotate_back_(d_NJD[:, part], rotations)
-        if norm_D is not None:
-            x = raw.to(d_NJD.dtype)
-            d = torch.zeros_like(x)
-            add_norm_gradient(d, d_NJD[:, part], x, norm_scale(x, shape.epsilon), norm_D)
-            d_NJD[:, part] = d
+        turned_gradient_(d_NJD[:, part], raw, norm_D, rotations, shape.epsilon)
     return d_NJD.flatten(1).to(model.dtype)

@@ -104,6 +104,24 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
-def rotate_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
-    """Apply the gradient of rotary positions in place: a rotation by the opposite angle."""
+def turned_gradient_(
+    d_NJD: Tensor,
+    heads_NJD: Tensor,
+    norm_D: Tensor | None,
+    rotations_N1C: Tensor,
+    epsilon: float,
+) -> None:
+    """Turn the gradient of `NativeModel.turned` into that of its input, the queries or keys `heads_NJD`, in place.
+
+    That is a rotation by the opposite angle, and then, with a norm, its gradient.
+    """
+    kernels = kernels_for(d_NJD)
+    if kernels is not None:
+        kernels.turned_gradient_(d_NJD, heads_NJD, norm_D, rotations_N1C, epsilon)
+        return
     torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())
+    if norm_D is not None:
+        x = heads_NJD.to(d_NJD.dtype)
+        d = torch.zeros_like(x)
+        add_norm_gradient(d, d_NJD, x, norm_scale(x, epsilon), norm_D)
+        d_NJD.copy_(d)

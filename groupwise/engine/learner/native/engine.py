@@ -10,17 +10,12 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import (
-    ForwardOutputs,
-    ForwardResult,
-    QueriedTokens,
-    compute_targets,
-)
+from groupwise.engine.learner.forward import ForwardResult, QueriedTokens, compute_targets
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
+from groupwise.engine.learner.targets import ForwardOutputs, TokenNumbers
 from groupwise.engine.learner.weights import TrainedWeights
-from groupwise.engine.models.logprobs import TokenNumbers
 from groupwise.engine.models.native.ready import ready_to_learn
 from groupwise.engine.models.native.weights import NativeModel
 

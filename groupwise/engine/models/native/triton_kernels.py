@@ -118,6 +118,35 @@ def _rotation_kernel(x, weight, rotations, y, stride, epsilon, NORMED: tl.conste
 
 
 @triton.jit
+def _rotation_gradient(
+    d, x, weight, rotations, d_stride, x_stride, epsilon,
+    NORMED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE // 2
+    of_head = d + row * d_stride + head * SIZE
+    d_first = tl.load(of_head + 2 * at, mask=inside, other=0.0)
+    d_second = tl.load(of_head + 2 * at + 1, mask=inside, other=0.0)
+    cosine = tl.load(rotations + row * SIZE + 2 * at, mask=inside, other=0.0)
+    sine = tl.load(rotations + row * SIZE + 2 * at + 1, mask=inside, other=0.0)
+    first = d_first * cosine + d_second * sine
+    second = d_second * cosine - d_first * sine
+    if NORMED:
+        raw = x + row * x_stride + head * SIZE
+        x_first = tl.load(raw + 2 * at, mask=inside, other=0.0).to(tl.float32)
+        x_second = tl.load(raw + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x_first * x_first + x_second * x_second, 0) / SIZE + epsilon)
+        first = first * tl.load(weight + 2 * at, mask=inside, other=0.0)
+        second = second * tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
+        mean = tl.sum(first * x_first + second * x_second, 0) / SIZE
+        first = scale * first - scale * scale * scale * mean * x_first
+        second = scale * second - scale * scale * scale * mean * x_second
+    tl.store(of_head + 2 * at, first, mask=inside)
+    tl.store(of_head + 2 * at + 1, second, mask=inside)
+
+
+@triton.jit
 def _cache_kernel(
     qkv, query_norm, key_norm, rotations, queries, keys, values, pages, positions, prompts, width, epsilon,
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
@@ -471,6 +500,22 @@ def turned(
         NORMED=normed, SIZE=size, **_row_options(size // 2),
     )  # fmt: skip
     return y_NJD
+
+
+def turned_gradient_(
+    d_NJD: Tensor,
+    heads_NJD: Tensor,
+    norm_D: Tensor | None,
+    rotations_N1C: Tensor,
+    epsilon: float,
+) -> None:
+    """Turn the gradient of `turned`, in float32, into that of `heads_NJD`, in place; rows of both may be part of wider ones."""
+    rows, heads, size = heads_NJD.shape
+    weight = norm_D if norm_D is not None else heads_NJD
+    _rotation_gradient[(rows, heads)](
+        d_NJD, heads_NJD, weight, torch.view_as_real(rotations_N1C), d_NJD.stride(0), heads_NJD.stride(0), epsilon,
+        NORMED=norm_D is not None, SIZE=size, **_row_options(size // 2),
+    )  # fmt: skip
 
 
 def cached_attention(

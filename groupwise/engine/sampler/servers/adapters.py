@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +21,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.server_pool import Served, Server
+from groupwise.runs import publications
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 OURS = "groupwise-"
@@ -50,15 +51,15 @@ class SharedFolder:
     server_path: str
     """Its path on the servers."""
 
-    def put(self, policy: Policy) -> str:
-        """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
+    def put(self, policy: Policy, source: str) -> str:
+        """Copy the folder of a publication there, completely or not at all; returns the copy's path on the servers."""
         run, name = Path(policy.path).parent.name, policy_name(policy)
         target = self.local_path / run / name
         building = target.with_name(f".building-{name}")
         with atomic_files.explaining_disk_errors(target):
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(policy.path, building)
+            shutil.copytree(source, building)
             building.rename(target)
         return f"{self.server_path}/{run}/{name}"
 
@@ -86,13 +87,30 @@ class AdapterFiles:
 
     kind: Literal["adapter", "full"] = "adapter"
 
-    def __init__(self, shared: SharedFolder | None = None) -> None:
-        """`shared`: None if the servers can read the folder of the publications."""
+    def __init__(
+        self,
+        shared: SharedFolder | None = None,
+        write_by_expert: Callable[[str], None] | None = None,
+    ) -> None:
+        """`shared`: None if the servers can read the folder of the publications. `write_by_expert`: see `Witness.write_by_expert`; None if
+        the adapter changes no experts."""
         self._shared = shared
+        self._write_by_expert = write_by_expert
+        self._claimed: Path | None = None
+        """Folder of the files that `write_by_expert` has written, by policy."""
 
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
-        folder = policy.path if self._shared is None else self._shared.put(policy)
+        folder = policy.path
+        if self._write_by_expert is not None:
+            if self._claimed is None:
+                size = sum(file.stat().st_size for file in Path(policy.path).iterdir())
+                self._claimed = publications.claim(Path(policy.path).parent, 2 * size)
+            folder = str(self._claimed / policy_name(policy))
+            shutil.rmtree(folder, ignore_errors=True)  # the same policy may be offered again
+            self._write_by_expert(folder)
+        if self._shared is not None:
+            folder = self._shared.put(policy, folder)
         return Served(policy_name(policy), policy.version, policy.fingerprint, folder, policy)
 
     async def serve(
@@ -121,6 +139,11 @@ class AdapterFiles:
 
     def remove(self, served: Served) -> None:
         """See `WeightSync.remove`."""
+        if self._claimed is not None:
+            shutil.rmtree(self._claimed / served.name, ignore_errors=True)
+            if not any(self._claimed.iterdir()):
+                publications.release(self._claimed)
+                self._claimed = None
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 

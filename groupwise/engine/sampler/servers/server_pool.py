@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import httpx2
 
@@ -25,6 +25,9 @@ from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.engine.sampler.servers.completions import refuse_what_differs
+
+if TYPE_CHECKING:
+    from groupwise.engine.sampler.servers.sampler import PolicyWitness
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +148,14 @@ class Server:
         await self.post("/collective_rpc", reload)
         if version is not None:
             await self.post("/update_weight_version", {"new_version": version})
+
+    async def map_weights(self, witness: PolicyWitness, version: str) -> None:
+        """Have a paused server on the learner's GPU copy all weights from the learner's memory (CUDA IPC)."""
+        await self.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+        await self.post("/start_weight_update")
+        update = await asyncio.to_thread(witness.ipc_handles)
+        await self.post("/update_weights", {"update_info": update})
+        await self.post("/finish_weight_update", {"weight_version": version})
 
     async def weight_version(self) -> str | None:
         """The version that came with the weights that the server has now; another text, or None, if it has only those of its start."""

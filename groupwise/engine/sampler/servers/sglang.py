@@ -5,21 +5,27 @@ adapters loaded at the root, not below `/v1`. Two things are different there. Wi
 as well, so it is only sent where there are none. And the same seed would draw the same completion for each member of a group, so no seeds
 are sent.
 
-All weights it reads from files, and calls itself by their folder from then on. Routes and fields as in SGLang 0.5.23.
+All weights it reads from files, and calls itself by their folder from then on; or, on the learner's own GPU, it copies them from the
+learner's memory. Routes and fields as in SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import SamplingParams
 from groupwise.engine.sampler.servers.completions import TOKEN_AS_TEXT, refuse_withheld_end
 from groupwise.engine.sampler.servers.server_pool import Server
+
+if TYPE_CHECKING:
+    from groupwise.engine.sampler.servers.sampler import PolicyWitness
 
 T = TypeVar("T")
 
@@ -55,6 +61,16 @@ class SglangServer(Server):
         """See `Server.read_weights`; keys and values of earlier weights are dropped."""
         body = {"model_path": folder, "weight_version": version, "flush_cache": True}
         await self.post("/update_weights_from_disk", body)
+
+    async def map_weights(self, witness: PolicyWitness, version: str) -> None:
+        """See `Server.map_weights`; the server has one rank, because the learner has one GPU."""
+        with suppress(EndpointError):  # an update that a killed run has left open
+            await self.post("/end_weight_update", {})
+        await self.post("/begin_weight_update", {})
+        tensors = await asyncio.to_thread(witness.pickled_tensors)
+        body = {"serialized_named_tensors": [tensors], "flush_cache": True}
+        await self.post("/update_weights_from_tensor", {**body, "weight_version": version})
+        await self.post("/end_weight_update", {})
 
     async def weight_version(self) -> str | None:
         """See `Server.weight_version`."""

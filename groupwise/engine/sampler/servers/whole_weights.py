@@ -1,7 +1,7 @@
 """How all weights of a model get into a server, for full fine-tuning.
 
 The server finishes what it computes, takes the weights, drops the keys and values of earlier ones, and goes on. There are three ways
-(`sampler.weight_transfer`), by the routes of vLLM's developer mode; SGLang has the first one (`sglang.py`):
+(`sampler.weight_transfer`), by the routes of vLLM's developer mode; SGLang has the first two (`sglang.py`):
 
 files   it reads the published files, which are in this machine's memory or in a folder that both machines have (from 0.16 on)
 ipc     on the learner's GPU it copies the weights from the learner's memory: CUDA IPC lets it map tensors of another process (from 0.27 on)
@@ -77,7 +77,11 @@ class WholeWeights:
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
         copied = self._shared is not None and self._transfer == "files"
-        folder = self._shared.put(policy) if self._shared is not None and copied else policy.path
+        folder = (
+            self._shared.put(policy, policy.path)
+            if self._shared is not None and copied
+            else policy.path
+        )
         return Served(self._base, policy.version, policy.fingerprint, folder, policy)
 
     async def serve(
@@ -134,11 +138,7 @@ class WholeWeights:
     async def _hand_over_tensors(self, server: Server, version: str) -> None:
         """Have the server take the weights from the learner's memory, by one of vLLM's weight-transfer engines."""
         if self._transfer == "ipc":
-            await server.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
-            await server.post("/start_weight_update")
-            update = await asyncio.to_thread(self._witness.ipc_handles)
-            await server.post("/update_weights", {"update_info": update})
-            await server.post("/finish_weight_update", {"weight_version": version})
+            await server.map_weights(self._witness, version)
             return
         lock = self._broadcasting.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
@@ -226,6 +226,8 @@ class WholeWeights:
             f"{NEEDS['nccl']}, started with the environment variable VLLM_SERVER_DEV_MODE=1 and with --weight-transfer-config "
             '\'{"backend": "nccl"}\''
             if self._transfer == "nccl"
+            else "With weight_transfer ipc the server must compute on the learner's own GPU, as its only one"
+            if self._transfer == "ipc"
             else f"{server.weights_remedy}, and the server must see that folder (sampler.adapter_folder is one that both machines have)"
         )
         return f"{server.url} could not take all weights, those of {served.folder}: {error}\n{remedy}. Or train an adapter (lora)."

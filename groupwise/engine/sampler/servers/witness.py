@@ -6,6 +6,8 @@ import pickle
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +50,21 @@ class Witness:
             return None
         return weights.adapted.configs[weights.name].r
 
+    @property
+    def adapts_experts(self) -> bool:
+        """True if the adapter changes experts, whose factors servers take in other files than peft's."""
+        weights = self._weights
+        return isinstance(weights, ServedAdapter) and bool(
+            weights.adapted.configs[weights.name].target_parameters
+        )
+
+    def write_by_expert(self, folder: str) -> None:
+        """Write the adapter as it is in memory, with factors for each matrix of each expert; see `AdaptedModel.save_by_expert`."""
+        weights = self._weights
+        assert isinstance(weights, ServedAdapter)
+        Path(folder).mkdir(parents=True)
+        weights.adapted.save_by_expert(weights.name, Path(folder))
+
     def read(self, folder: str) -> None:
         """Load a publication. Raises `ModelError` unless all names and shapes match."""
         self._weights.read(Path(folder))
@@ -75,6 +92,12 @@ class Witness:
         handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in self._whole_weights().values()]
         pickled = b64encode(pickle.dumps(handles)).decode()
         return {**self.weight_info(), "ipc_handles_pickled": pickled}
+
+    def pickled_tensors(self) -> str:
+        """The weights, likewise, as SGLang takes them: pairs of name and tensor, pickled as torch does for other processes, in base64."""
+        pickled = BytesIO()
+        ForkingPickler(pickled).dump([*self._whole_weights().items()])
+        return b64encode(pickled.getvalue()).decode()
 
     def open_group(self, server: str) -> str:
         """Prepare a group with a server's workers; returns its unique id in base64. An earlier group with that server ends."""

@@ -298,7 +298,14 @@ class AttemptController:
         self._has_news.clear()
         try:
             row = await self._read_current()
-            view = self._decision_view(row)
+            view = View(
+                job_id=row.job_id,
+                epoch=row.epoch,
+                state=row.state,
+                members=tuple(self._member_view(row, m) for m in row.members),
+                cancel_requested=row.cancel_requested,
+                cleanup=row.cleanup,
+            )
             if over(view):
                 return False
             effects = decide(view)
@@ -420,16 +427,6 @@ class AttemptController:
                 if monitor.watch is not None:
                     monitor.watch.look_again()
         return row
-
-    def _decision_view(self, row: Snapshot) -> View:
-        return View(
-            job_id=row.job_id,
-            epoch=row.epoch,
-            state=row.state,
-            members=tuple(self._member_view(row, m) for m in row.members),
-            cancel_requested=row.cancel_requested,
-            cleanup=row.cleanup,
-        )
 
     def _member_view(self, row: Snapshot, m: MemberRow) -> MemberView:
         member_view = MemberView(

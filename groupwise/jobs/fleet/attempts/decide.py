@@ -124,53 +124,39 @@ class View:
     cleanup: Cleanup = Cleanup.PENDING
 
 
-@dataclass(frozen=True, slots=True)
-class Provide:
+@dataclass(frozen=True)
+class _OnMember:
+    """An effect on the part of the attempt that runs on one machine."""
+
+    rank: int
+
+
+class Provide(_OnMember):
     """Send the attempt's files there, for as long as this effect is returned; safe to repeat."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(_OnMember):
     """Launch the attempt there; safe to repeat."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Void:
+class Void(_OnMember):
     """Ensure that it never starts there."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(_OnMember):
     """TERM, grace period, KILL for all processes there that carry the mark of this attempt."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Collect:
+class Collect(_OnMember):
     """Fetch the rest of its log, its artefacts and its newest checkpoint."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class CheckRelease:
+class CheckRelease(_OnMember):
     """Ask whether its machine still runs or holds anything of it."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(_OnMember):
     """Close its reservations without looking: an operator has declared its machine lost."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import Move
-from groupwise.jobs.fleet.attempts.records import job_of, locked_attempt, members_of
+from groupwise.jobs.fleet.attempts.records import append_event, job_of, locked_attempt, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.failures import REFUSED_LAUNCH, JobFacts, Verdict, after_end
 from groupwise.jobs.fleet.queue.request import RequestDocument
@@ -75,7 +75,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         "outcome": move.outcome,
         "failure_class": move.failure,
     }
-    _append_event(
+    append_event(
         session, attempt, owner, events.ATTEMPT_ENDED, before={"state": state_before}, after=event_after,
         detail={"because": move.because},
     )  # fmt: skip
@@ -150,7 +150,7 @@ def _move_job(
         "delay": round(verdict.delay, 3),
         "tail": tail,
     }
-    _append_event(
+    append_event(
         session, attempt, owner, f"job.{verdict.status}",
         before={"status": status_before}, after={"status": verdict.status}, detail=detail,
     )  # fmt: skip
@@ -183,14 +183,14 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
             report_before, now = gpu.fault_report, seconds(session)
             reporter = {"job_id": attempt.job_id, "epoch": attempt.epoch}
             gpu.fault_report = {**reporter, "at": now, "message": move.because}
-            _append_event(
+            append_event(
                 session, attempt, owner, events.GPU_REPORTED, vm_id=gpu.vm_id,
                 before={"fault_report": report_before}, after={"fault_report": gpu.fault_report},
                 detail={"index": gpu.index, "uuid": gpu.uuid},
             )  # fmt: skip
             continue
         gpu.quarantine_reason = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
-        _append_event(
+        append_event(
             session, attempt, owner, events.GPU_QUARANTINED, vm_id=gpu.vm_id,
             before={"quarantine_reason": None}, after={"quarantine_reason": gpu.quarantine_reason},
             detail={"index": gpu.index, "uuid": gpu.uuid},
@@ -230,7 +230,7 @@ def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -
     vm.launch_failures += 1
     if vm.launch_failures >= DRAINED_AFTER and vm.drain_reason is None:
         vm.drain_reason = f"{vm.launch_failures} launches in a row failed; the last one: {_member_at_fault(move)['refusal']}"
-        _append_event(
+        append_event(
             session, attempt, owner, events.VM_DRAINING, vm_id=vm_id,
             before={"reason": None}, after={"reason": vm.drain_reason},
         )  # fmt: skip
@@ -314,7 +314,7 @@ def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> 
     undamaged_steps = select(Checkpoint.step).where(is_jobs, Checkpoint.damaged_at.is_(None))
     step = session.scalar(undamaged_steps.order_by(*NEWEST_FIRST).limit(1))
     next_start = "from the beginning" if step is None else f"from the checkpoint of step {step}"
-    _append_event(
+    append_event(
         session, attempt, owner, events.JOB_CHECKPOINT_DAMAGED, before={}, after={},
         detail={
             "step": checkpoint["step"], "path": checkpoint["path"], "then": next_start, "because": move.because
@@ -393,7 +393,7 @@ def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
     ):
         return
     cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.CLEAN
-    _append_event(
+    append_event(
         session, attempt, owner, "attempt.clean",
         before={"cleanup": cleanup_before}, after={"cleanup": Cleanup.CLEAN},
     )  # fmt: skip
@@ -401,20 +401,3 @@ def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
 
 def _actor(owner: str) -> str:
     return f"dispatcher:{owner}"
-
-
-def _append_event(
-    session: Session,
-    attempt: Attempt,
-    owner: str,
-    kind: str,
-    *,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    vm_id: str | None = None,
-    detail: Mapping[str, Any] | None = None,
-) -> None:
-    events.append(
-        session, actor=_actor(owner), kind=kind, job_id=attempt.job_id,
-        epoch=attempt.epoch, vm_id=vm_id, before=before, after=after, detail=detail,
-    )  # fmt: skip

@@ -394,7 +394,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     for attempt in attempts:
         previous_owner, attempt.owner = attempt.owner, owner
         attempt.lease_until = now + lease
-        _append_event(
+        append_event(
             session, attempt, owner, "attempt.adopted", {"owner": previous_owner}, {"owner": owner}
         )
     return [attempt.epoch for attempt in attempts]
@@ -491,16 +491,12 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
         return
     state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
-        _mark_running(session, attempt)
-    _append_event(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
-
-
-def _mark_running(session: Session, attempt: Attempt) -> None:
-    """All members run, which proves that their machines can launch: reset the machines' counts of failed launches."""
-    attempt.running_at = seconds(session)
-    blamed: set[int] | None = session.info.get(_BLAMED)
-    if blamed is None or attempt.epoch in blamed:
-        session.execute(_LAUNCHES, {"epoch": attempt.epoch})
+        # All members run, so their machines can launch: reset their counts of failed launches.
+        attempt.running_at = seconds(session)
+        blamed: set[int] | None = session.info.get(_BLAMED)
+        if blamed is None or attempt.epoch in blamed:
+            session.execute(_LAUNCHES, {"epoch": attempt.epoch})
+    append_event(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
 
 
 _MACHINES: Table = VM.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
@@ -567,7 +563,7 @@ def record_contact(
     attempt.unreachable_since = min(since, default=None)
     if contact_before != attempt.contact:
         kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
-        _append_event(
+        append_event(
             session, attempt, owner, kind,
             {"contact": contact_before}, {"contact": attempt.contact}, vm_id=member.vm_id,
         )  # fmt: skip
@@ -580,7 +576,7 @@ def record_stuck(session: Session, epoch: int, owner: str, rank: int, reason: st
     if member.handle.get("stuck") == reason:
         return
     member.handle = {**member.handle, "stuck": reason}
-    _append_event(
+    append_event(
         session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
         vm_id=member.vm_id, detail={"rank": rank, "why": reason},
     )  # fmt: skip
@@ -601,7 +597,7 @@ def record_not_mirrored(
         **({"not_mirrored": reason} if should_alert else {}),
     }
     if should_alert and "not_mirrored" not in handle_before:
-        _append_event(
+        append_event(
             session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
             vm_id=member.vm_id, detail={"why": reason},
         )  # fmt: skip
@@ -624,7 +620,7 @@ def record_leaking(
         return
     cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
     member = session.get_one(Member, (epoch, rank))
-    _append_event(
+    append_event(
         session, attempt, owner, "attempt.leaking",
         {"cleanup": cleanup_before}, {"cleanup": Cleanup.LEAKING},
         vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
@@ -751,7 +747,7 @@ def return_to_use(session: Session, owner: str, vm_id: str) -> bool:
     return True
 
 
-def _append_event(
+def append_event(
     session: Session,
     attempt: Attempt,
     owner: str,
@@ -762,6 +758,7 @@ def _append_event(
     vm_id: str | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> None:
+    """Append an event of the attempt, caused by the dispatcher that owns it."""
     events.append(
         session, actor=f"dispatcher:{owner}", kind=kind, job_id=attempt.job_id,
         epoch=attempt.epoch, vm_id=vm_id, before=before, after=after, detail=detail,

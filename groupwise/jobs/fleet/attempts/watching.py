@@ -115,20 +115,18 @@ class Watch:
                 await (self._try_contact() if self.is_silent else self._poll())
                 backoff.reset()
             except HostError as error:
-                self._silence(str(error))
+                reason = str(error)
+                if not self.is_silent:
+                    log.warning("%s does not answer: %s", self.machine.vm_id, reason)
+                self.is_silent = True
+                for listener in list(self.listeners.values()):
+                    listener.on_contact_lost(reason)
                 await self._pause(backoff.next())
 
     async def _pause(self, pause: float) -> None:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.contacted.clear()
         await wait_at_most(pause, self.contacted)
-
-    def _silence(self, reason: str) -> None:
-        if not self.is_silent:
-            log.warning("%s does not answer: %s", self.machine.vm_id, reason)
-        self.is_silent = True
-        for listener in list(self.listeners.values()):
-            listener.on_contact_lost(reason)
 
     async def _try_contact(self) -> None:
         job, epoch = next(iter(self.listeners))

@@ -74,7 +74,12 @@ class Batcher(Generic[One, Result]):
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 entry[1].cancel()
-            await _wait_until_done(entry[1])
+            future = entry[1]
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({future})
+            if not future.cancelled():
+                future.exception()  # its caller is gone
             raise
 
     async def _work_off(self) -> None:
@@ -103,14 +108,6 @@ class Batcher(Generic[One, Result]):
             future.set_exception(error)
         else:
             future.set_result(task.result())
-
-
-async def _wait_until_done(future: asyncio.Future[Any]) -> None:
-    while not future.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({future})
-    if not future.cancelled():
-        future.exception()  # its caller is gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,9 @@ class NatsLink:
             finally:
                 self._client = None
                 self._connected.clear()
-                await _close_client(client)
+                with suppress(Exception):  # the client is given up, in any state
+                    async with asyncio.timeout(CONNECTING):
+                        await client.close()
             self._has_tried.set()
             if self._was_connected is not False:
                 logger.log(
@@ -376,9 +378,3 @@ def credentials(access: NatsAccess) -> dict[str, Any]:
             context.load_cert_chain(access.certificate, access.key)
         options["tls"] = context
     return {name: value for name, value in options.items() if value is not None}
-
-
-async def _close_client(client: Client) -> None:
-    with suppress(Exception):  # the client is given up, in any state
-        async with asyncio.timeout(CONNECTING):
-            await client.close()

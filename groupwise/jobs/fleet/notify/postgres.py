@@ -127,7 +127,13 @@ class PostgresDoorbell:
                 if connection.closed:
                     self._unsent.put(rung)
                     raise
-                self._on_refusal(error)
+                # Log the refusal once and drop the ids: sending them again would be refused too,
+                # and would block all later ones.
+                if not self._refusal_is_told:
+                    logger.warning(
+                        "PostgreSQL refuses notifications (%s): sweeps find their jobs", error
+                    )
+                self._refusal_is_told = True
             except BaseException:  # also if cancelled: no ring is lost here
                 self._unsent.put(rung)
                 raise
@@ -136,9 +142,3 @@ class PostgresDoorbell:
     async def _notify(self, connection: Connection, ids: frozenset[str]) -> None:
         for text in islice(messages(sorted(ids), SENT), 1):
             await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
-
-    def _on_refusal(self, error: psycopg.Error) -> None:
-        """Log the refusal once and drop the ids: sending them again would be refused too, and would block all later ones."""
-        if not self._refusal_is_told:
-            logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)
-        self._refusal_is_told = True

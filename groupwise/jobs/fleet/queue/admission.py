@@ -320,23 +320,19 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = DEFAULT_SE
     admitted, stuck = 0, set[str]()
     for _ in range(PASSES):
         stuck_before = len(stuck)
-        new_ids = _unadmitted_ids(session, limit - admitted, stuck)
+        # The oldest jobs that are not admitted yet and that no other dispatcher is admitting now.
+        query = (
+            select(Job.job_id)
+            .where(Job.admitted_at.is_(None), Job.status.in_((JobStatus.QUEUED, JobStatus.HELD)))
+            .order_by(Job.created_at, Job.job_id)
+            .limit(limit - admitted)
+            .with_for_update(skip_locked=True, key_share=True)
+        )
+        new_ids = session.scalars(query.where(Job.job_id.not_in(stuck)) if stuck else query).all()
         admitted += _admit(session, new_ids, allowed, stuck)
         if len(stuck) == stuck_before or admitted == limit:
             break
     return admitted
-
-
-def _unadmitted_ids(session: Session, limit: int, excluded: Collection[str]) -> Sequence[str]:
-    """Ids of the oldest jobs that are not admitted yet and that no other dispatcher is admitting now."""
-    query = (
-        select(Job.job_id)
-        .where(Job.admitted_at.is_(None), Job.status.in_((JobStatus.QUEUED, JobStatus.HELD)))
-        .order_by(Job.created_at, Job.job_id)
-        .limit(limit)
-        .with_for_update(skip_locked=True, key_share=True)
-    )
-    return session.scalars(query.where(Job.job_id.not_in(excluded)) if excluded else query).all()
 
 
 def _admit(

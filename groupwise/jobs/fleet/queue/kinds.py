@@ -21,7 +21,6 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue.request import (
     COMMAND,
     InvalidRequest,
-    RequestDocument,
     request_document_from,
 )
 from groupwise.jobs.hosts import spec
@@ -107,7 +106,14 @@ def expand(row: Row) -> JobSpec:
             **limits_set,
         ),
     )
-    problems = [*_file_conflicts(kind_spec, beyond), *spec.problems(full_spec)]
+    problems = [
+        *(
+            f"file {path!r}: the kind puts another file there; choose another path"
+            for path, entry in beyond.manifest().items()
+            if path in kind_spec.files and kind_spec.files[path] != entry
+        ),
+        *spec.problems(full_spec),
+    ]
     if problems:
         raise InvalidRequest(problems)
     return full_spec
@@ -169,11 +175,3 @@ def _load_entry_point(entry_point: str) -> Kind:
 def _entry_points() -> dict[str, str]:
     """Entry points by kind. Cached: scanning all installed packages takes longer than everything else in admitting a job."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
-
-
-def _file_conflicts(kind_spec: JobSpec, beyond: RequestDocument) -> list[str]:
-    return [
-        f"file {path!r}: the kind puts another file there; choose another path"
-        for path, entry in beyond.manifest().items()
-        if path in kind_spec.files and kind_spec.files[path] != entry
-    ]

@@ -51,8 +51,19 @@ def _is_current(connection: Connection) -> bool:
         version = connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")
         if version.scalar_one() == newest_revision():
             return True
-    _refuse_newer_rules(stored_fingerprint)
-    _refuse_newer_tables(_revision(connection))
+    number = int((stored_fingerprint or "").rpartition(":")[0] or 0)
+    if number > RULES:
+        raise UsageError(
+            f"The fleet's database was made by a newer version of Groupwise (its rules are number {number}, this version knows up to "
+            f"{RULES}). Upgrade Groupwise here."
+        )
+    revision = _revision(connection)
+    known_revisions = {script.revision for script in _scripts().walk_revisions()}
+    if revision is not None and revision not in known_revisions:
+        raise UsageError(
+            f"The fleet's database was made by a newer version of Groupwise (its revision is {revision}, this version knows up to "
+            f"{_scripts().get_current_head()}). Upgrade Groupwise here."
+        )
     return False
 
 
@@ -130,25 +141,6 @@ def _unchecked_references(connection: Connection) -> Generator[None, None, None]
         yield
     finally:
         driver.execute("PRAGMA foreign_keys = ON")
-
-
-def _refuse_newer_rules(fingerprint: str | None) -> None:
-    """Raise UsageError if the rules are newer than this version. `fingerprint`: the one in the database."""
-    number = int((fingerprint or "").rpartition(":")[0] or 0)
-    if number > RULES:
-        raise UsageError(
-            f"The fleet's database was made by a newer version of Groupwise (its rules are number {number}, this version knows up to "
-            f"{RULES}). Upgrade Groupwise here."
-        )
-
-
-def _refuse_newer_tables(revision: str | None) -> None:
-    known_revisions = {script.revision for script in _scripts().walk_revisions()}
-    if revision is not None and revision not in known_revisions:
-        raise UsageError(
-            f"The fleet's database was made by a newer version of Groupwise (its revision is {revision}, this version knows up to "
-            f"{_scripts().get_current_head()}). Upgrade Groupwise here."
-        )
 
 
 def _revision(connection: Connection) -> str | None:

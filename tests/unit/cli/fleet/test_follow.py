@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.api.schemas.fleet import LogPart
 from groupwise.api.schemas.problems import Refusal
-from groupwise.cli import log_text
+from groupwise.cli import output
 from groupwise.cli.fleet.follow import PORTION, follow_log, print_log, until_ended
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.retry import AwayError, RequestRetries
@@ -98,7 +98,7 @@ def test_all_attempts_to_the_end(said: Said) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_text, "is_terminal", lambda _: True)
+    monkeypatch.setattr(output, "is_terminal", lambda _: True)
 
 
 @pytest.mark.usefixtures("terminal")

@@ -15,9 +15,12 @@ from transformers import (
 )
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models import experts
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache
+from groupwise.engine.models.experts import ALL_ROWS, compute_experts, experts_of
 from groupwise.engine.models.export import write_merged
+from groupwise.engine.models.files import read_model_tensors, write_tensors
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config, read_adapter
 from groupwise.engine.models.plan import count_parameters
 from groupwise.engine.models.text_mask import TextMask
@@ -105,6 +108,47 @@ def test_a_decoded_row_has_the_same_bits_among_other_rows(with_adapter):
     torch.testing.assert_close(alone, whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_one_expert_after_the_other(family, dtype):
+    """And an expert that nobody chose has a gradient of 0."""
+    policy = adapted(made(CONFIGS[family]()).to(dtype))
+    path, module = next(iter(experts_of(policy.base).items()))
+    layer: Any = module
+    weights = {}
+    for outer in (policy.base.get_submodule(path), policy.base.get_submodule(path).base_layer):
+        weights[outer.parameter_name] = outer.by_expert("policy")
+    parameters = [each for name, each in policy.parameters("policy").items() if path in name]
+    x_NH = torch.randn(9, SMALL["hidden_size"], generator=torch.Generator().manual_seed(3))
+    x_NH = x_NH.to(dtype).requires_grad_()
+    chosen_NK = torch.tensor([[0, 3], [3, 1], [0, 1]] * 3)
+    shares_NK = torch.full((9, 2), 0.5, dtype=dtype)
+    found = []
+    for kind in ("grouped", ALL_ROWS):
+        layer.config._experts_implementation = kind
+        y_NH = compute_experts(layer, x_NH, chosen_NK, shares_NK, weights)
+        slopes = torch.autograd.grad(
+            (y_NH.float() * torch.linspace(-1, 1, 9)[:, None]).sum(), [x_NH, *parameters]
+        )
+        found.append([y_NH, *slopes])
+    close = 1e-5 if dtype == torch.float32 else 0.03
+    for one, other in zip(*found, strict=True):
+        largest = float(other.detach().abs().max())
+        assert largest > 0
+        torch.testing.assert_close(one, other, atol=close * largest, rtol=0)
+
+
+def test_small_adapters_of_experts_act_in_bfloat16():
+    """What is less than half of the last bit is added before the output is rounded."""
+    generator, ends = torch.Generator().manual_seed(0), torch.tensor([4000, 4000]).int()
+    x, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (4000, 2))
+    low, up = torch.ones(4000, 8).bfloat16(), torch.full((2, 1, 8), 2**-14).bfloat16()
+    changed, plain = (
+        experts._AtOnce.apply(x, weight[:, None], low, each, ends).float() for each in (up, 0 * up)
+    )
+    assert float((changed - plain).mean()) == pytest.approx(8 * 2**-14, rel=0.3)
+
+
 def test_an_adapter_that_is_removed_leaves_the_experts_as_they_were():
     model = made(CONFIGS["mixtral"]())
     before = model(input_ids=IDS).logits
@@ -187,3 +231,31 @@ def test_all_experts_are_held_and_the_chosen_ones_are_active(tmp_path, family):
     assert counts.sizes.experts == 2
     expected = adapted(model).parameters("policy").values()
     assert counts.trained == sum(parameter.numel() for parameter in expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("matrices", [BOTH, BOTH[1:]], ids=["both", "one"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_an_adapter_is_written_for_each_expert_as_vllm_takes_it(tmp_path, family, matrices):
+    """Added to the matrices of a model's files, it makes the model that the adapter makes."""
+    model = made(CONFIGS[family]())
+    plain = tmp_path / "plain"
+    model.save_pretrained(plain)
+    policy = adapted(model, matrices)
+    policy.save_by_expert("policy", tmp_path)
+    written, files = read_adapter(tmp_path), read_model_tensors(plain)
+    for name in [name for name in written if name.endswith("lora_A.weight")]:
+        product = written[name.replace("lora_A", "lora_B")] @ written[name]
+        files[name.removeprefix("base_model.model.").replace("lora_A.", "")] += 2.0 * product
+    of_experts = [name for name in written if ".experts." in name]
+    assert len(of_experts) == 2 * 3 * 4 * model.config.num_hidden_layers
+    write_tensors(files, plain / "model.safetensors")
+    merged: Any = AutoModelForCausalLM.from_pretrained(plain)
+    with policy.using("policy"):
+        expected = model(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_whose_files_vllm_names_otherwise_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="this model is a gpt_oss"):
+        adapted(made(CONFIGS["gpt_oss"]())).save_by_expert("policy", tmp_path)

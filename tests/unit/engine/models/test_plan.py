@@ -15,20 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    Lfm2Config,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
-from groupwise.engine.models import footprint
+from groupwise.engine.models import footprint, plan
 from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.plan import (
     MIB,
     Decoding,
     LearningProcess,
     MemoryPlan,
     ModelPlan,
+    count_parameters,
     fitting_microbatch,
     plan_model,
     prompt_room,
 )
 from groupwise.engine.models.tiny import tiny_model
+from tests.unit.engine.models.native.families import SMALL, made
 
 ROOT = Path(__file__).resolve().parents[4]
 DECODING = Decoding(slots=8, key_length=64, completion=33, prompts=2, prompt=32)
@@ -187,3 +198,37 @@ def test_a_micro_batch_leaves_room_for_what_a_process_samples_with(bare, lora):
         return fitting_microbatch(bare, lora, process, int(alone * MIB) + 1)
 
     assert (fitting(samples=False), fitting(samples=True)) == (32_768, 16_384)
+
+
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+MIXED = ["linear_attention", "full_attention"]
+HYBRIDS = {
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **LINEAR, layer_types=MIXED, head_dim=8),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SMALL, **LINEAR, layer_types=MIXED, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
+    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64, head_dim=8),
+    "bamba": lambda: BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
+    "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_a_state_count_once_for_a_text(tmp_path, family):
+    """As many numbers as decoding holds: keys and values of attention alone, and the states beside them."""
+    model = made(HYBRIDS[family]())
+    model.config.save_pretrained(tmp_path)
+    sizes = count_parameters(ModelConfig(name=str(tmp_path)), LoraConfig(r=2)).sizes
+    for length in (20, 40):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        with torch.no_grad():
+            _, cache = Decoder(model).advance(ids, 0, None)
+        held = sum(tensor.numel() for tensor in plan._tensors(cache))
+        assert held == sizes.state + length * footprint.cached_numbers(sizes)
+    assert sizes.state > 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.core.types import Row
-from groupwise.server.engine.part_checks import check_rows
+from groupwise.core.types import LossSpec, Row
+from groupwise.server.engine.part_checks import check_loss, check_rows
 
 ROW = Row((5,), (6, 7), (1, 0), (-1.0, -1.0), 1.0, 1.0)
 PAIRS = {"mask": (1,) * 4, "sampling_logprobs": (-1.0,) * 4}
@@ -34,3 +34,8 @@ def test_targets_that_fit(changes: dict[str, Any]) -> None:
 def test_targets_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=message):
         check_rows([replace(ROW, **changes)], 10)
+
+
+def test_a_loss_in_a_file_is_not_run() -> None:
+    with pytest.raises(UsageError, match="runs no code that a client names"):
+        check_loss(LossSpec("/tmp/own.py:Mine"), {"policy": 1.0})

@@ -21,9 +21,7 @@ import pytest
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.core import atomic_files
-from groupwise.server.ledger import uptime
-from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
-from groupwise.server.ledger.events import add_event
+from groupwise.server.ledger.events import COMPLETION_REQUESTS, REWARD_REQUESTS, add_event, count
 from groupwise.server.ledger.groups import (
     add_groups,
     expire_overdue,
@@ -42,7 +40,7 @@ from groupwise.server.ledger.plans import (
 )
 from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.runs import active_run, set_run_state
-from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.ledger.transaction import Transaction, store_uptime
 from groupwise.server.ledger.writer import Ledger
 from tests.rotation import rotating_params
 from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, FakeTime, begin, new, open_groups
@@ -130,7 +128,7 @@ def put_aside(transaction: Transaction) -> None:
 
 LIFE: list[tuple[Any, ...]] = [
     (start,), (complete,), (complete_more,), (reward_one,), (reward_several,), (release,),
-    (give_up, "g-3"), (plan_and_lose(0, "g-1", "g-0"),), (uptime.tick,), (trained,),
+    (give_up, "g-3"), (plan_and_lose(0, "g-1", "g-0"),), (store_uptime,), (trained,),
     (plan_and_lose(1, "g-2"),), (put_aside,), (go_stale, RUN, 1), (prune_records, RUN, 1),
     (set_run_state, RUN, "finished"),
 ]  # fmt: skip

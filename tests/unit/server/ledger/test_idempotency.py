@@ -10,7 +10,7 @@ from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import idempotency
-from groupwise.server.ledger.counters import count, counters_of
+from groupwise.server.ledger.events import count, counters_of
 from groupwise.server.ledger.idempotency import (
     RETENTION_SECONDS,
     StoredResponse,

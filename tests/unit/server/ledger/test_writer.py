@@ -20,8 +20,7 @@ import pytest
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
-from groupwise.server.ledger.counters import count, counters_of
-from groupwise.server.ledger.events import add_event, events_after
+from groupwise.server.ledger.events import add_event, count, counters_of, events_after
 from groupwise.server.ledger.file import DiskFull, open_file
 from groupwise.server.ledger.writer import Ledger
 from tests.disks import fill, small_disk

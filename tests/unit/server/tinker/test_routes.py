@@ -16,9 +16,9 @@ from groupwise.api.http.bodies import Bodies
 from groupwise.api.http.route import SMALL_BODY
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
-from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import ROOM_SILENCE, SESSION_SILENCE
+from groupwise.server.tinker.tensors import messages
 from groupwise.server.tinker.training import EPHEMERAL_KEPT
 from tests.fake_verbs import FakeVerbs
 from tests.processes import wait_until_async

@@ -14,8 +14,8 @@ from groupwise.core.errors import UsageError
 from groupwise.core.types import Completion, LossSpec, Row, TopTokens
 from groupwise.server.engine.verb_protocol import Computed, VerbSampled
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.sampling import prompt_targets
+from groupwise.server.tinker.tensors import messages
 
 
 def _request(loss: str = "cross_entropy", **fields: Any) -> Any:

@@ -28,8 +28,8 @@ from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.engine_manager import VerbEngineHost
-from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.tensors import messages
 
 
 @dataclass

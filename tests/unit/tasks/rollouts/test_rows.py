@@ -194,3 +194,19 @@ def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, writt
     ]
     assert training_rows([learnt], [weights]) == rows
     assert with_learner_logprobs(group, weights, None) == group
+
+
+def test_log_ratios_of_the_others_are_held_within_bounds(make_group, written):
+    rows = training_rows([make_group(in_two_rows(written))], [(RolloutCredit(-1, 1),)])
+    now = [(-0.2, -0.9, 0.0), (-0.4,)]  # log-ratios 0.3 and −0.3, and 0.3
+    told = with_sibling_stats(rows, now, lambda advantage: (-0.1, 0.2) if advantage < 0 else (0, 0))
+    found = [row.others.log_ratio for row in told if row.others]
+    assert found == pytest.approx([0.2, 0.2 - 0.1])
+
+
+def test_advantages_of_tokens_follow_what_the_policy_wrote(make_group, written):
+    group = make_group(in_two_rows(written))
+    rows = training_rows([group], [(RolloutCredit(9, 1, (0.1, 0.2, 0.3)),)])
+    assert [row.credits for row in rows] == [(0.1, 0.2, 0.0), (0.3,)]
+    with pytest.raises(AssertionError, match="more tokens"):
+        training_rows([group], [(RolloutCredit(9, 1, (0.1, 0.2, 0.3, 0.4)),)])

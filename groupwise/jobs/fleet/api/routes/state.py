@@ -1,25 +1,33 @@
-"""The state of the fleet: one document, the events as they are appended, Prometheus metrics, and whether the process is alive."""
+"""The state of the fleet: one document, the events as they are appended, Prometheus metrics, and whether the process is alive.
+
+The metrics are made from the document of `groupwise fleet status`. Those to watch: `groupwise_fleet_alarms` by kind (any above 0 needs
+attention), `groupwise_fleet_jobs` by status, the share of GPUs that are free while jobs are pending, and the seconds since the last
+heartbeat of each role, for which every fleet has a series.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.prometheus import MEDIA_TYPE
+from groupwise.api.http.prometheus import MEDIA_TYPE, family, one
 from groupwise.api.schemas.fleet import MOST_SERIAL
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, Serving, document, reads
-from groupwise.jobs.fleet.metrics import render
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import DatabaseFailure
 from groupwise.jobs.fleet.store.schema import is_current
 from groupwise.jobs.fleet.verbs import status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.documents import event_document
+from groupwise.jobs.fleet.verbs.status import NEEDED_ROLES
 
 TAG = "state"
 MOST_EVENTS = 1000
@@ -90,3 +98,48 @@ ROUTES = (
     reads("/events", list_events, tag=TAG, answer=DOCUMENTS),
     reads("/metrics", metrics, tag=TAG, answer=None, media_type="text/plain"),
 )
+
+
+def render(overview: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of the metrics. `overview`: see `groupwise.jobs.fleet.verbs.status.overview`."""
+    jobs = [({"status": status}, count) for status, count in overview["jobs"].items()]
+    yield from family("fleet_jobs", "gauge", "Jobs by status.", jobs)
+    machines = overview["machines"]
+    yield from one("fleet_machines", "gauge", "Machines of the fleet.", machines["total"])
+    yield from one("fleet_machines_ready", "gauge", "Those that take work.", machines["ready"])
+    yield from one("fleet_gpus", "gauge", "GPUs that were seen.", machines["gpus"])
+    yield from one(
+        "fleet_gpus_available",
+        "gauge",
+        "Those that a job could have now.",
+        machines["gpus_available"],
+    )
+    oldest_waiting = overview["oldest_waiting_seconds"]
+    yield from one(
+        "fleet_oldest_waiting_seconds",
+        "gauge",
+        "Of the job that has waited longest.",
+        oldest_waiting,
+    )
+    alarm_counts = Counter(alarm["kind"] for alarm in overview["alarms"])
+    alarms = [({"kind": kind}, count) for kind, count in sorted(alarm_counts.items())]
+    yield from family("fleet_alarms", "gauge", "What an operator should look at.", alarms)
+    processes = overview["processes"]
+    alive_by_role = Counter(process["role"] for process in processes if process["alive"])
+    roles = sorted({*NEEDED_ROLES, *(process["role"] for process in processes)})
+    role_counts = [({"role": role}, alive_by_role[role]) for role in roles]
+    yield from family(
+        "fleet_role_processes", "gauge", "Living processes of each role.", role_counts
+    )
+    # Infinite if there was no heartbeat for a day: if the series ended, so would the alert about it.
+    silent_seconds = dict.fromkeys(roles, math.inf)
+    for process in processes:
+        role = process["role"]
+        silent_seconds[role] = min(silent_seconds[role], process["silent_seconds"])
+    silences = [({"role": role}, silence) for role, silence in silent_seconds.items()]
+    yield from family(
+        "fleet_role_silent_seconds",
+        "gauge",
+        "Since the last word of anybody in the role.",
+        silences,
+    )

@@ -136,8 +136,8 @@ def test_what_would_be_interpreted_differently_is_refused(pair, params, message)
         ("sampler.vllm_python=/bin/python", "vllm_python starts a server of vLLM"),
         ("sampler.url=http://127.0.0.1:1 sampler.seeded=true", "SGLang is sent no seeds"),
         (
-            "sampler.url=http://127.0.0.1:1 lora=null sampler.weight_transfer=ipc",
-            "only the server of vllm_python",
+            "sampler.url=http://127.0.0.1:1 lora=null sampler.weight_transfer=nccl",
+            "from files, or by ipc",
         ),
         ("sampler.url=http://127.0.0.1:1 sampler.max_num_seqs=8", "with the engine sglang"),
     ],

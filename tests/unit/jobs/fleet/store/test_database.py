@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import threading
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 
 import pytest
 from sqlalchemy import text
@@ -36,9 +37,10 @@ def position(database: Database) -> int:
     return database.read(lambda s: s.execute(text("SELECT position FROM cursors")).scalar_one())
 
 
-def count_up(url: str, times: int) -> None:
+def count_up(url: str, times: int, begun: Event) -> None:
     database = connect(url)
     try:
+        begun.set()
         for _ in range(times):
             database.run(add_one)
     finally:
@@ -125,8 +127,11 @@ def test_hooks_follow_the_commit_and_one_that_fails_is_no_failed_transaction(
 def test_processes_lose_no_update(database: Database) -> None:
     database.run(put("counter"))
     url = database.engine.url.render_as_string(hide_password=False)
-    process = multiprocessing.get_context("spawn").Process(target=count_up, args=(url, 25))
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    process = context.Process(target=count_up, args=(url, 25, begun))
     process.start()
+    assert begun.wait(60)
     here = 0
     while process.is_alive():
         database.run(add_one)

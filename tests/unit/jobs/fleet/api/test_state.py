@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.fleet.metrics import render
+from groupwise.jobs.fleet.api.routes.state import render
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import ControlProcess
 from groupwise.jobs.fleet.verbs import status

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from groupwise.server.ledger import uptime
 from groupwise.server.ledger.groups import add_groups, expire_overdue
+from groupwise.server.ledger.transaction import store_uptime
 from groupwise.server.ledger.writer import Ledger
 from tests.unit.server.ledger.making import RUN, begin, new
 
@@ -12,9 +12,9 @@ async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_t
     ledger = Ledger.open(tmp_path / "server.db", time.timing)
     await ledger.do(begin)
     await ledger.do(add_groups, RUN, [new(0)], key_id="k", lease=60.0)
-    await ledger.do(uptime.tick)
+    await ledger.do(store_uptime)
     time.pass_(40)
-    assert await ledger.do(uptime.tick) == 40
+    assert await ledger.do(store_uptime) == 40
     time.pass_(10)
     assert await ledger.do(expire_overdue) == []
     killed = ledger  # its file is opened by another, while it has not kept anything more

@@ -1,0 +1,83 @@
+"""Algorithms in a user's own file: `algorithm.type: my_file.py:Mine`.
+
+The class is a frozen dataclass that derives from an algorithm here, or from `family.GroupRelative`; its fields are its knobs, and it has
+the same protocol as ours. Its name is its file's full path with the class, so that processes that are only given a `LossSpec` find it.
+
+A process keeps the class that it has loaded: a file that is edited while a run goes on changes nothing in it. Only a new config looks at
+the file again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.algorithms.family import GroupRelative
+from groupwise.core import plugins
+from groupwise.core.errors import TaskError, UsageError
+
+_OWN = re.compile(r".+\.py:[A-Za-z_]\w*")
+_loaded: dict[str, tuple[str, type[GroupRelative]]] = {}
+"""Digest of the file and class, by full name."""
+
+
+def is_own(name: str) -> bool:
+    """True if a name is that of a class in a file, `path/to/file.py:Class`."""
+    return _OWN.fullmatch(name) is not None
+
+
+def load_own(name: str, *, again: bool = False) -> type[GroupRelative]:
+    """The class of that name. With `again`, the file is loaded once more if it was changed. Raises TaskError if it is not usable."""
+    file, _, attribute = name.rpartition(":")
+    full_name = f"{Path(file).expanduser().resolve()}:{attribute}"
+    if full_name in _loaded and not again:
+        return _loaded[full_name][1]
+    digest = file_digest(name) if Path(file).expanduser().is_file() else ""
+    if full_name not in _loaded or _loaded[full_name][0] != digest:
+        kind = plugins.load(full_name, kind="algorithm", instantiate=False).object
+        _check(kind, name)
+        kind.name = full_name
+        _loaded[full_name] = digest, kind
+    return _loaded[full_name][1]
+
+
+def file_digest(name: str) -> str:
+    """The first 16 hex digits of the SHA-256 of the file that has the class."""
+    file = Path(name.rpartition(":")[0]).expanduser()
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def refuse_own(name: object) -> None:
+    """Raise UsageError for a class in a file: what a client names is not run by a server."""
+    if isinstance(name, str) and is_own(name):
+        raise UsageError(
+            f"algorithm.type is {name}, a class in a file, and a training server runs no code that a client names. Train without "
+            f"a server, or take one of its own algorithms."
+        )
+
+
+def _check(kind: Any, name: str) -> None:
+    base = f"{GroupRelative.__module__}.{GroupRelative.__name__}"
+    if not inspect.isclass(kind) or not issubclass(kind, GroupRelative):
+        raise TaskError(
+            f"algorithm.type is {name}, which is {kind!r:.80}; it must be a class that derives from an algorithm of "
+            f"groupwise.algorithms, such as groupwise.algorithms.grpo.Grpo, or from {base}."
+        )
+    if not is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
+        raise TaskError(
+            f"algorithm.type is {name}, which is no dataclass, so that its knobs would not be seen. Put "
+            "@dataclass(frozen=True, kw_only=True) before the class."
+        )
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise TaskError(
+            f"algorithm.type is {name}, which lacks {', '.join(missing)}; {base} says what each returns."
+        )
+    for knob in fields(kind):
+        if knob.default is MISSING:
+            raise TaskError(
+                f"algorithm.type is {name}, whose knob {knob.name} has no default; give it one, so that a config may leave it out."
+            )

@@ -1,0 +1,85 @@
+"""Algorithms in a file of one's own: how they are named, kept, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.algorithms.own import is_own, load_own
+from groupwise.algorithms.registry import from_spec, make
+from groupwise.core.errors import TaskError
+from groupwise.core.types import LossSpec, from_json, to_json
+
+HEAD = """
+from dataclasses import dataclass, field
+from groupwise.algorithms.grpo import Grpo
+
+"""
+MINE = """
+@dataclass(frozen=True, kw_only=True)
+class Mine(Grpo):
+    power: float = field(default=0.5, metadata={"description": "of the length", "ge": 0.0})
+
+    def scale(self, rollout):
+        return rollout.written**-self.power
+"""
+
+
+BASE = "from groupwise.algorithms.family import GroupRelative\n"
+
+
+def _file(folder: Path, text: str = MINE) -> str:
+    file = folder / "own.py"
+    file.write_text(HEAD + text)
+    return f"{file}:Mine"
+
+
+def test_names_of_files_are_told_from_names_of_algorithms() -> None:
+    assert is_own("own.py:Mine")
+    assert is_own("/a/b.py:Mine")
+    assert not any(map(is_own, ("grpo", "own.py", "own:Mine", "own.py:", "own.py:1")))
+
+
+def test_another_process_finds_it_by_its_spec(tmp_path: Path, monkeypatch, rollout) -> None:
+    _file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    algorithm = make("own.py:Mine", {"power": 2.0})
+    spec = from_json(LossSpec, to_json(algorithm.loss_spec()))
+    assert spec.name == f"{tmp_path}/own.py:Mine"
+    assert from_spec(spec) == algorithm
+    assert algorithm.scale(rollout(0, 1.0, tokens=4)) == 1 / 16  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
+    name = _file(tmp_path)
+    first = load_own(name)
+    assert load_own(name, again=True) is first
+    _file(tmp_path, MINE.replace("0.5", "0.25"))
+    assert load_own(name) is first
+    assert load_own(name, again=True)().power == 0.25  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Mine = 3", "must be a class"),
+        ("class Mine: pass", "derives from"),
+        ("class Mine(Grpo): power: float = 0.5", "no dataclass"),
+        (MINE.replace("default=0.5, ", ""), "power has no default"),
+        (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, denominator"),
+        ("class Other: pass", "no `Mine`"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_what_is_no_algorithm_is_refused_with_advice(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        load_own(_file(tmp_path, text))
+
+
+def test_knobs_are_checked_like_ours(tmp_path: Path) -> None:
+    name = _file(tmp_path)
+    with pytest.raises(ValueError, match="has no knob 'powr'; did you mean 'power'"):
+        make(name, {"powr": 1.0})
+    with pytest.raises(ValueError, match="power is -1; it must be at least 0"):
+        make(name, {"power": -1})
