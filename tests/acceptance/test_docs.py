@@ -69,6 +69,7 @@ from groupwise.server.routes.health import render
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.serve import read_start
 from groupwise.server.settings import ServerConfig, read_settings
+from groupwise.tasks.external.kinds import split_spec
 from groupwise.training import sft_config
 from groupwise.training.config import documentation, load_config
 from groupwise.training.loops.metrics import TOKEN_MEANS
@@ -324,7 +325,7 @@ def within_seconds(words: list[str]) -> list[str]:
         return ["fetch-model", "tiny"]
     if words[0] == "fetch-tunix":  # gigabytes from the network; `make test-tunix` does it
         return [*words, "--help"]
-    if words[0] == "environments" or any(word.startswith("verifiers:") for word in words):
+    if words[0] == "environments" or any(map(split_spec, words)):
         return [words[0], *(words[1:2] if words[0] == "environments" else ()), "--help"]  # likewise
     if words[0] == "init":
         return with_the_tiny_model(words)

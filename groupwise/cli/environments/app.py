@@ -59,7 +59,8 @@ def install(
         library = KINDS[kind].library
         version = made.version_of(library)
         typer.echo(f"{made.name}: {library} {version}, {made.python}")
-        typer.echo(f"Use it: --task-module {kind}:{made.name}")
+        of_kind = made.name == KINDS[kind].environment  # it has many environments in it
+        typer.echo(f"Use it: --task-module {kind}:{'NAME' if of_kind else made.name}")
 
 
 def list_environments(as_json: AsJson = False) -> None:

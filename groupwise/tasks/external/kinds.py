@@ -18,6 +18,8 @@ class Kind:
     """The package that an environment of this kind needs."""
     home: str
     """Where people find such environments; for messages."""
+    environment: str | None = None
+    """The installed environment, if the task does not name one; None: that of the name after the colon."""
     programs: tuple[str, ...] = ()
     """Further packages whose programs it runs."""
 
@@ -27,7 +29,19 @@ KINDS = {
         "verifiers_bridge.py",
         "verifiers",
         "https://app.primeintellect.ai/dashboard/environments",
-        ("uv",),  # runs the programs of harnesses
+        programs=("uv",),  # runs the programs of harnesses
+    ),
+    "textarena": Kind(
+        "textarena_bridge.py",
+        "textarena",
+        "https://github.com/LeonGuertler/TextArena",
+        environment="text-games",
+    ),
+    "openenv": Kind(
+        "openenv_bridge.py",
+        "openenv",
+        "https://github.com/meta-pytorch/OpenEnv",
+        environment="openenv",
     ),
 }
 

@@ -40,7 +40,8 @@ class ExternalTaskConfig(BaseModel):
     )
     environment: str | None = Field(
         default=None,
-        description="Name of the installed environment (groupwise environments list). null: the name after the colon.",
+        description="Name of the installed environment (groupwise environments list). null: the name after the colon; of textarena "
+        "text-games, of openenv openenv.",
     )
     python: str | None = Field(
         default=None,
@@ -73,7 +74,9 @@ class ExternalHooks:
         task = _section(config)
         if task.python is None:
             try:
-                python = installed.require(task.environment or self._name, self._kind).python
+                python = installed.require(
+                    task.environment or KINDS[self._kind].environment or self._name, self._kind
+                ).python
             except UsageError as error:
                 raise TaskError(
                     f"{error} Or name a Python that has the library in task.python."

@@ -5,12 +5,14 @@ the Unix socket that its command line names, and ends when the socket closes. De
 answers:
 
     class Adapter:
-        def open(self, name, args): ...                       # {"library": "verifiers 0.4.0"}
+        def open(self, protocol, name, args, eval_args): ...  # {"library": "verifiers 0.4.0"}
         def examples(self, split, offset, limit): ...         # {"examples": [...], "more": False}
         async def rollout(self, call): ...                    # {"rewards": [...], ...}
         async def close(self): ...
 
     serve(Adapter())
+
+`chat` asks the policy, for environments that do not ask by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import json
 import socket
 import sys
 import traceback
+import urllib.error
+import urllib.request
 from typing import Any, Protocol
 
 MAX_LINE = 1 << 28
@@ -31,7 +35,9 @@ FRAMES = 3
 class Adapter(Protocol):
     """What one library needs to be asked through this bridge."""
 
-    def open(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def open(
+        self, protocol: int, name: str, args: dict[str, Any], eval_args: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """Load the environment; called once, first."""
         ...
 
@@ -61,6 +67,35 @@ def serve(adapter: Adapter) -> None:
         answer = {"id": call["id"], "error": {"message": _words(error)}}
     connection.sendall(json.dumps(answer, default=str).encode() + b"\n")
     asyncio.run(_serve(adapter, connection))
+
+
+class Refused(Exception):
+    """The policy refused a request, mostly because a limit of the attempt is reached."""
+
+
+async def chat(
+    call: dict[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Ask the policy for the next message of a conversation; returns its id and the message. Raises Refused."""
+    return await asyncio.to_thread(_chat, call, messages, tools)
+
+
+def _chat(
+    call: dict[str, Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[str, dict[str, Any]]:
+    body = {"model": call["model"], "messages": messages, **({"tools": tools} if tools else {})}
+    request = urllib.request.Request(
+        f"{call['base_url']}/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {call['api_key']}"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
+    try:
+        with opener.open(request) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise Refused(error.read().decode(errors="replace")[:500]) from None
+    return answer["id"], answer["choices"][0]["message"]
 
 
 async def _serve(adapter: Adapter, connection: socket.socket) -> None:
