@@ -89,7 +89,7 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
     return Played(tuple(parts), completions, truncated, None, _notes(answer))
 
 
-def _reward(entry: object, turns: Mapping[str, int]) -> RewardPart:
+def _reward(entry: Any, turns: Mapping[str, int]) -> RewardPart:
     fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     name = fields.get("name")
     if not isinstance(name, str):
