@@ -1,4 +1,4 @@
-"""Spelling out letters: `x3:` is answered by `ab`. A model of a few thousand parameters learns it in seconds, and then teaches another."""
+"""Spelling out letters: `x3:` is answered by `ab`. A model of a few thousand parameters learns it, and then teaches another one."""
 
 WORDS = {"x": "ab", "y": "cd", "z": "ef"}
 SEEN, UNSEEN = range(6), range(6, 10)
