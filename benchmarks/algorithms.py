@@ -40,7 +40,7 @@ PROMPTS, MEMBERS = 6, 8
 RATE = 0.003
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {"type": name} for name in ALGORITHMS},
+    **{name: {"type": name} for name in ALGORITHMS if name != "distillation"},  # it has a teacher
     "pass_at_k, leave_one_out": {"type": "pass_at_k", "baseline": "leave_one_out"},
     "grpo, top_entropy_quantile 0.2": {"type": "grpo", "top_entropy_quantile": 0.2},
     "grpo, entropy_advantage 0.4": {"type": "grpo", "entropy_advantage": 0.4},
@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """The section `algorithm` of each curve."""
 PANELS = {
     "published": [name for name in ALGORITHMS if name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")],
-    "newer": [name for name in ALGORITHMS if name not in ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")],
+    "newer": [name for name in ALGORITHMS if name not in ("distillation", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")],
     "knobs": ["grpo", *[name for name in VARIANTS if name.startswith("grpo, ")]],
 }  # fmt: skip
 """The curves of each picture."""

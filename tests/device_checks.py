@@ -432,7 +432,8 @@ def adapters_of_experts_have_the_gradients_of_a_processor(
     x_NH = torch.randn(33, SMALL["hidden_size"], generator=torch.Generator().manual_seed(2))
 
     def computed(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        model = made(Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24, head_dim=8))
+        sizes: dict[str, Any] = {**SMALL, "moe_intermediate_size": 24, "head_dim": 8}
+        model = made(Qwen3MoeConfig(**sizes, num_experts=4))
         targets = ("experts.gate_up_proj", "experts.down_proj")
         settings = LoraConfig(r=3, alpha=6, target_parameters=targets)
         policy = AdaptedModel(model.to(device, dtype), new_lora_config(settings))

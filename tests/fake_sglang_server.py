@@ -46,6 +46,7 @@ class SglangServer(VllmServer):
             "/begin_weight_update": self._map_weights,
             "/update_weights_from_tensor": self._map_weights,
             "/end_weight_update": self._map_weights,
+            "/tokenize": self._tokenise,
         }
         routes = [Route(path, do, methods=["POST"]) for path, do in posted.items()]
         gets = {"/v1/models": self._list_base, "/model_info": self._say}

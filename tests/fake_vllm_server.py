@@ -4,9 +4,9 @@
         Endpoint(server.url, "tiny")
 
 Routes, fields, statuses and messages are those of `vllm serve` (0.12 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
-/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.30; by NCCL through gloo, see
-`tests/gloo_transfer.py`). While it sleeps or pauses it refuses what would wait there, and one that sleeps cannot take weights. If the
-learner is lost while it sends weights, the engine answers nothing more. As there, a stop
+/v1/unload_lora_adapter, /tokenize, and of the developer mode those to sleep, to pause, and to take whole weights (0.30; by NCCL through
+gloo, see `tests/gloo_transfer.py`). While it sleeps or pauses it refuses what would wait there, and one that sleeps cannot take weights. If
+the learner is lost while it sends weights, the engine answers nothing more. As there, a stop
 text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told otherwise, and an adapter that is loaded is
 loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps what came; `interfere` may answer in its place.
 """
@@ -193,6 +193,7 @@ class VllmServer:
         }
         routes = [Route(f"/v1/{path}", do, methods=["POST"]) for path, do in posted.items()]
         routes += [Route(path, self._obey, methods=["POST"]) for path in DEVELOPER_ROUTES]
+        routes.append(Route("/tokenize", self._tokenise, methods=["POST"]))
         gets = {"v1/models": self._list, "weight_info": self._say, "get_world_size": self._say}
         routes += [Route(f"/{path}", do, methods=["GET"]) for path, do in gets.items()]
         return Starlette(routes=routes)
@@ -371,6 +372,16 @@ class VllmServer:
         if isinstance(weights, ServedAdapter):
             weights.remove()
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _tokenise(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        ids = self._tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        tokens = ids["input_ids"]
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": self.set.max_model_len, "tokens": tokens}
+        )
 
     # --- completions ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 BRIDGES = Path(__file__).parents[1] / "groupwise" / "tasks" / "external" / "bridges"
 sys.path.insert(0, str(BRIDGES))
 
-import groupwise_bridge  # noqa: E402 — found in the folder above
+import groupwise_bridge  # pyright: ignore[reportMissingImports]  # noqa: E402 — found in the folder above
 
 
 class Letters:

@@ -56,6 +56,10 @@ class TokenBatch:
     """Sums over the other rows of each rollout; None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
     """`Row.credits` of each row: the advantage of each token. None: each row has one for all its tokens."""
+    teacher_logprobs_BT: Tensor | None = None
+    """Log-probabilities under the teacher; required by forms of `distillation` that compare single tokens."""
+    teacher_kl_BT: Tensor | None = None
+    """KL(policy ‖ teacher) over the vocabulary at each token, with the policy's gradient; present if `Loss.needs_teacher_kl`."""
 
     @property
     def advantages(self) -> Tensor:
@@ -79,6 +83,8 @@ class TokenBatch:
             self.reference_logprobs_BT,
             self.proximal_logprobs_BT,
             self.credits_BT,
+            self.teacher_logprobs_BT,
+            self.teacher_kl_BT,
         )
         shape = tuple(self.mask_BT.shape)
         assert len(shape) == 2, f"the mask is {shape}, it should be (rows, tokens)"
@@ -99,7 +105,8 @@ class LossResult:
 
     `tokens` counts them; divided by it, the others are means, if present: `ratio`; `clip_low`, `clip_high` and `clip_delta` (tokens whose
     gradient that bound removed; in `cispo`, whose weight it capped); `logprob_gap` (|policy - sampling|, nats); `kl` (nats, before beta);
-    `entropy` (nats); `right` (tokens that are the most likely ones); `importance_sampling_ratio` (the weight between sampler and learner)
+    `entropy` (nats); `distillation_kl` (nats, to the teacher, before its weight); `right` (tokens that are the most likely ones);
+    `importance_sampling_ratio` (the weight between sampler and learner)
     and `importance_sampling_clipped` (tokens whose weight was truncated or masked).
     """
 
@@ -130,6 +137,11 @@ class Loss(Protocol):
         """True if the batch must mark the tokens that are the most likely ones."""
         ...
 
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """True if the batch must have the KL to the teacher's whole distributions, which the learner computes."""
+        ...
+
     def loss_spec(self) -> LossSpec:
         """This loss as plain data; `registry.from_spec` is the inverse."""
         ...
@@ -149,6 +161,11 @@ class Algorithm(Loss, Protocol):
 
     def log_ratio_bounds(self, advantage: float) -> tuple[float, float]:
         """The bounds (nats) of the log-ratio of each token in the sums of its rollout's other rows; only asked if `ratio_of_rollout`."""
+        ...
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if it learns from a teacher, whose numbers rows must carry unless the learner computes them (`needs_teacher_kl`)."""
         ...
 
     @property

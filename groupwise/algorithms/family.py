@@ -236,6 +236,16 @@ class GroupRelative(ABC):
         return False
 
     @property
+    def needs_teacher(self) -> bool:
+        """False: rewards teach, unless a subclass overrides this."""
+        return False
+
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """False: no whole distributions are compared, unless a subclass overrides this."""
+        return False
+
+    @property
     def compares_members(self) -> bool:
         """True if a rollout's advantage is relative to others of its group, so that a group needs at least two."""
         return True

@@ -86,6 +86,11 @@ class Given:
         """False: accuracy is not reported."""
         return False
 
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """False: there is no teacher's distribution."""
+        return False
+
     def loss_spec(self) -> LossSpec:
         """Name and every knob."""
         return LossSpec(self.name, asdict(self))

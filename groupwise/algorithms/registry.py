@@ -11,6 +11,7 @@ from groupwise.algorithms.base import Algorithm, Loss
 from groupwise.algorithms.cispo import Cispo
 from groupwise.algorithms.clip_cov import ClipCov
 from groupwise.algorithms.dapo import Dapo
+from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.dr_grpo import DrGrpo
 from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.gdpo import Gdpo
@@ -30,6 +31,7 @@ from groupwise.core.types import LossSpec
 
 _KINDS: tuple[type[GroupRelative], ...] = (
     Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp, MaxRl, Gmpo, Sapo, Gdpo, PassAtK, Gigpo, ClipCov,
+    Distillation,
 )  # fmt: skip
 
 ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS}

@@ -42,6 +42,11 @@ class Sft:
         """True: the share of the teacher's tokens that the model finds most likely is a usual metric of supervised training."""
         return True
 
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """False: there is no teacher's distribution."""
+        return False
+
     def loss_spec(self) -> LossSpec:
         """The name alone; there are no knobs."""
         return LossSpec(self.name)

@@ -12,7 +12,7 @@ is stored. `to_json` and `from_json` do all of this conversion.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
@@ -36,7 +36,7 @@ Outcome = Literal["pending", "scored", "failed", "timed_out"]
 EndedBy = Literal["environment", "turns", "tokens"]
 """The reason why a multi-turn rollout ended: its environment ended it, or a limit (on turns or tokens) cut it off."""
 
-PolicyRole = Literal["policy", "reference"]
+PolicyRole = Literal["policy", "reference", "teacher"]
 
 Origin = Literal["fresh", "easy", "replay"]
 """The source of a group's example: the order of the data, the easy pool, or the replay buffer."""
@@ -220,6 +220,10 @@ class Segment:
     """The learner's log-probabilities (nats, float32) in the first pass that trained on these tokens, before that pass's update, as
     `Learner.trained_logprobs` returns them. `learner_logprobs - sampling_logprobs` is the logarithm of the importance ratio. None if
     the tokens were not trained on, or if the log-probabilities were not kept."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Log-probabilities (nats) of these tokens as the endpoint of the teacher gave them; None without one."""
+    teacher_top: tuple[TopLogprobs, ...] = ()
+    """The teacher's most probable tokens at each of these places, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,8 @@ class Rollout:
     """In a multi-turn chat, the messages after the prompt, the environment's included; None for other rollouts."""
     ended_by: EndedBy | None = None
     """The reason why a multi-turn rollout ended; None if it failed, and for single-turn rollouts."""
+    teacher_prompt_ids: tuple[int, ...] | None = None
+    """The prompt that the teacher sees in place of `prompt_ids`, with what only it knows; None: the same one."""
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -396,6 +402,18 @@ class Row:
     """Ids whose log-probabilities are computed, in place of the completion's own: K of them for each token of the completion, those of one
     token after those of the one before it. The completion remains the context. What is said to be as long as `completion_ids` is then as
     long as `targets`, in the row and in what a learner returns for it. None: the completion's own ids."""
+
+    teacher_prompt_ids: tuple[int, ...] | None = None
+    """What the teacher sees in place of `prompt_ids`; None: the same."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Log-probabilities (nats) under the teacher, as long as `target_ids`; None if the learner computes its distributions itself."""
+
+    @property
+    def as_taught(self) -> Row:
+        """The row as the teacher sees it."""
+        if self.teacher_prompt_ids is None:
+            return self
+        return replace(self, prompt_ids=self.teacher_prompt_ids)
 
     @property
     def target_ids(self) -> tuple[int, ...]:

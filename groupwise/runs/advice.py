@@ -18,6 +18,8 @@ RECENT = 10
 
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
 """Metrics: share of groups whose members all have the same reward; share of a group's completions that differ; share of solved rollouts."""
+DISTILLATION = "distillation/kl"
+"""Mean KL (nats per token) to the teacher of a distillation; other runs do not have it."""
 MOST_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
 LEAST_DISTINCT = 0.5
@@ -119,7 +121,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         return []
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
     curves = store.metrics(
-        [*(rule.metric for rule in RULES), DISTINCT, *outcomes],
+        [*(rule.metric for rule in RULES), DISTINCT, DISTILLATION, *outcomes],
         since=max(0, last_step + 1 - RECENT),
     )
     recent = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
@@ -131,6 +133,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     for rule in RULES:
         value = means.get(rule.metric)
         applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
+        if rule.metric == WITHOUT_SIGNAL and DISTILLATION in means:
+            continue  # the teacher has something to say of equal rewards, too
         if value is not None and rule.holds(value) and applies:
             text = rule.says.format(value=rule.form.format(value))
             advice.append({"metric": rule.metric, "value": value, "says": text, "do": rule.do})

@@ -204,6 +204,12 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX rollouts_by_task ON rollouts (task, id, draw) WHERE task IS NOT NULL;
     DELETE FROM meta WHERE key = 'text_index';     -- which held no signs
     """,
+    """
+    ALTER TABLE rollouts ADD COLUMN teacher_prompt_ids BLOB;  -- what the teacher of a distillation reads instead
+    ALTER TABLE segments ADD COLUMN teacher_logprobs BLOB;    -- as the teacher's endpoint gave them
+    ALTER TABLE segments ADD COLUMN teacher_top_ids BLOB;     -- its k most probable tokens, of all places one after another
+    ALTER TABLE segments ADD COLUMN teacher_top_logprobs BLOB;
+    """,
 )
 
 _TASK = """CASE WHEN NOT json_valid(columns) THEN NULL
@@ -226,6 +232,8 @@ SINCE: tuple[tuple[int, str, Mapping[str, str]], ...] = (
     (TASKS_SINCE, "groups", {"task": _TASK}),
     (TASKS_SINCE, "rollouts", {"task": f"(SELECT {_TASK} FROM main.groups WHERE groups.draw = rollouts.draw)"}),
     (10, "segments", {"learner_logprobs": "NULL"}),
+    (12, "rollouts", {"teacher_prompt_ids": "NULL"}),
+    (12, "segments", {"teacher_logprobs": "NULL", "teacher_top_ids": "NULL", "teacher_top_logprobs": "NULL"}),
 )  # fmt: skip
 """Format version, table, and columns added in it, with the SQL that reads them in an older record: it gives what the migration writes."""
 

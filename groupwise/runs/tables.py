@@ -118,6 +118,9 @@ def _insert_rollout(
         notes=pack_json(rollout.notes),
         messages=pack_json(rollout.messages) if rollout.messages is not None else None,
         ended_by=rollout.ended_by,
+        teacher_prompt_ids=pack_tokens(rollout.teacher_prompt_ids)
+        if keep_tokens and rollout.teacher_prompt_ids is not None
+        else None,
     )
     segments = [
         (
@@ -135,6 +138,7 @@ def _insert_rollout(
             if keep_tokens and segment.prompt_ids is not None
             else None,
             pack_singles(segment.learner_logprobs) if keep_tokens else None,
+            *_pack_teacher(segment, keep_tokens),
         )
         for position, segment in enumerate(rollout.segments)
     ]
@@ -152,6 +156,32 @@ def _insert_rollout(
     ]
     db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), parts)
     return inserted_id
+
+
+def _pack_teacher(
+    segment: Segment, keep_tokens: bool
+) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """The numbers of a teacher's endpoint: of the tokens themselves, and ids and numbers of its most probable ones."""
+    if not keep_tokens or segment.teacher_logprobs is None:
+        return (None, None, None)
+    best = [pair for of_token in segment.teacher_top for pair in of_token]
+    if not best:
+        return (pack_floats(segment.teacher_logprobs), None, None)
+    return (
+        pack_floats(segment.teacher_logprobs),
+        pack_tokens([token for token, _ in best]),
+        pack_floats([logprob for _, logprob in best]),
+    )
+
+
+def _unpack_top(
+    packed: Sequence[bytes | None], tokens: int
+) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The most probable tokens at each of so many places, from their ids and numbers; empty if none were stored."""
+    ids, logprobs = packed
+    pairs = tuple(zip(unpack_tokens(ids), unpack_floats(logprobs) or (), strict=True))
+    each = len(pairs) // max(1, tokens)
+    return tuple(pairs[start : start + each] for start in range(0, len(pairs), each or 1))
 
 
 def delete_groups(db: Database, condition: str, values: Row) -> int:
@@ -240,13 +270,16 @@ _SEGMENT = (
     "finish_reason",
     "prompt_ids",
     "learner_logprobs",
+    "teacher_logprobs",
+    "teacher_top_ids",
+    "teacher_top_logprobs",
 )
 
 
 def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tuple[Rollout, ...]:
     rows = db.all(
         "SELECT id, member, attempt, prompt_ids, completion, outcome, reason, reward, notes, advantage,"
-        " messages, ended_by FROM rollouts WHERE draw = ? ORDER BY id",
+        " messages, ended_by, teacher_prompt_ids FROM rollouts WHERE draw = ? ORDER BY id",
         (draw,),
     )
     parts = read_parts(db, [row[0] for row in rows])
@@ -266,8 +299,9 @@ def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tupl
             advantage=plain_number(advantage),
             messages=None if messages is None else tuple(unpack_json(messages)),
             ended_by=ended_by,
+            teacher_prompt_ids=None if taught is None else unpack_tokens(taught),
         )
-        for id, member, attempt, own_prompt, completion, outcome, reason, reward, notes, advantage, messages, ended_by in rows
+        for id, member, attempt, own_prompt, completion, outcome, reason, reward, notes, advantage, messages, ended_by, taught in rows
     )
 
 
@@ -288,8 +322,10 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             finish_reason=reason,
             prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
             learner_logprobs=unpack_singles(learnt),
+            teacher_logprobs=unpack_floats(teacher),
+            teacher_top=_unpack_top(top, len(token_ids or b"") // 4),
         )
-        for source, token_ids, logprobs, version, fingerprint, params, seed, reason, prompt_ids, learnt in rows
+        for source, token_ids, logprobs, version, fingerprint, params, seed, reason, prompt_ids, learnt, teacher, *top in rows
     )
 
 

@@ -9,6 +9,7 @@
                                                 list of callbacks; see `groupwise.training.callbacks.base`
     get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
     get_program(config)                         the program of an environment that plays by itself; see `groupwise.tasks.external`
+    teacher_prompt(example)                     what the teacher of a distillation reads; see `groupwise.tasks.rollouts.teacher_prompts`
     get_config_schema()                         a pydantic model of the config's `task:` section
     get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.tasks.data.sft`
     get_sft_eval_dataset(config, tokenizer)     held-out rows
@@ -74,6 +75,7 @@ HOOKS = {
     "get_rl_callbacks": ("config", "tokenizer", "output_dir"),
     "get_environment": ("config",),
     "get_program": ("config",),
+    "teacher_prompt": ("example",),
     "get_eval_dataset": ("config",),
     "compute_metrics": ("prompts", "completions", "dataset_rows", "config", "tokenizer"),
     "get_config_schema": (),
@@ -97,6 +99,7 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
         "get_rl_callbacks",
         "get_environment",
         "get_program",
+        "teacher_prompt",
     ),
     "sft": (
         "get_sft_eval_dataset",
@@ -237,6 +240,17 @@ class Task:
         _refuse_columns(GIVEN, examples, f"{self.described}", "`reset` gets")
         check_reset(factory, columns, f"{self.described}: get_environment")
         return factory
+
+    def teacher_prompt(self, example: Example) -> Prompt:
+        """What the teacher of a distillation reads in place of the example's prompt. The hook gets the row, with its `prompt`."""
+        row = {**example.columns, "prompt": example.prompt}
+        prompt = self._call_hook("teacher_prompt", example=row)
+        if not isinstance(prompt, str | list):
+            raise TaskError(
+                f"{self.described}: teacher_prompt returned {type(prompt).__name__} for row {example.row_number}. Expected text, or a list "
+                "of messages."
+            )
+        return cast("Prompt", prompt)
 
     def compute_metrics(
         self,

@@ -70,10 +70,12 @@ if TYPE_CHECKING:
     from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
     from groupwise.engine.learner.engine import LearnerEngine
     from groupwise.engine.learner.gradient_flow import Slope
+    from groupwise.engine.learner.teacher import Teacher
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness, ServerSampler
+    from groupwise.engine.sampler.servers.probe import PolicyWitness
+    from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
 
 logger = logging.getLogger(__name__)
@@ -1052,7 +1054,29 @@ def _build_learner(
         keep_publications=config.training.max_off_policy_steps + 2,
         replicas=replicas,
         divide_on=_shard_device(layout),
+        make_teacher=_teacher_factory(config, layout, learner_weights),
     )
+
+
+def _teacher_factory(
+    config: RunConfig, layout: Layout, learner_weights: Any
+) -> Callable[[LearnerEngine], Teacher] | None:
+    """Makes the teacher of a distillation that the learner's process computes; None without one."""
+    from groupwise.engine.learner.teacher import Teacher
+    from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
+
+    settings = config.teacher
+    if settings is None or settings.type == "endpoint":
+        return None
+    packing = config.training.packing
+    if settings.type == "model":
+        model_config = settings.model_config_of(config.model)
+        dtype = prefork.choose_dtype(model_config, False, layout.device)
+        return lambda _: model_teacher(model_config, dtype, layout.device, packing=packing)
+    if settings.weights == "ema":
+        rate, dtype = settings.ema_rate, layout.dtype
+        return lambda _: average_teacher(learner_weights, rate, dtype, packing=packing)
+    return lambda engine: Teacher(engine, "reference" if settings.weights == "start" else "policy")
 
 
 def _own_engine(config: AnyConfig, learner_weights: Any) -> LearnerEngine | None:
@@ -1322,13 +1346,18 @@ def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedMo
 
 
 def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
-    """The trained full weights, with a frozen copy as reference if the KL coefficient is above 0."""
+    """The trained full weights, with a frozen copy as reference if the KL penalty or the teacher needs it."""
     from groupwise.engine.learner.weights import TrainedModel
 
-    beta = getattr(config.algorithm, "beta", 0.0)
     device = _full_model_device(layout)
-    reference = _load_trained_model(config, layout, device) if beta > 0 else None
+    reference = _load_trained_model(config, layout, device) if needs_reference(config) else None
     return TrainedModel(model, reference, layout.dtype)
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """True if the learner needs the policy that the run started from: for a KL penalty, or as the teacher."""
+    starts_teacher = config.teacher is not None and config.teacher.weights == "start"
+    return build_algorithm(config).needs_reference or starts_teacher
 
 
 def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:

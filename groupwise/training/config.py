@@ -37,6 +37,7 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.kl import FIRST_BETA, TARGET
 from groupwise.algorithms.knobs import Clashes, KnobConflict, disabled_by
 from groupwise.algorithms.own import is_own, load_own
@@ -60,6 +61,7 @@ from groupwise.engine.backends.conflicts import (
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.teacher_config import TeacherConfig
 from groupwise.engine.sampler.config import SamplerConfig
 from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DataConfig
@@ -387,7 +389,7 @@ CALLBACKS: Any = setting(
 """The key `callbacks` of every command that trains."""
 
 
-_COMPARING = ("group_baseline", "dynamic_sampling")
+_COMPARING = ("group_baseline", "dynamic_sampling", "reward_weight")
 """Knobs that decide whether an algorithm compares the completions of a prompt."""
 
 
@@ -409,6 +411,9 @@ class RunConfig(Strict):
     )
     sampler: SamplerConfig = SamplerConfig()
     algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
+    teacher: TeacherConfig | None = setting(
+        None, "Whom the algorithm distillation learns from; null with every other algorithm."
+    )
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     rewards: RewardsConfig = RewardsConfig()
@@ -433,6 +438,7 @@ class RunConfig(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Report settings of one section that conflict with another section."""
         yield from self._comparison_conflicts()
+        yield from self._teacher_conflicts()
         if self.rollout.type == "two_stage":
             yield from self._two_stage_conflicts()
         yield from self._length_conflicts()
@@ -516,6 +522,57 @@ class RunConfig(Strict):
                     ("data.replay.mode", "algorithm.importance_sampling_correction"),
                 )
 
+    def _teacher_conflicts(self) -> Iterator[Conflict]:
+        teacher, algorithm = self.teacher, self.algorithm.type
+        if (algorithm == Distillation.name) != (teacher is not None):
+            yield Conflict(
+                f"algorithm.type is {algorithm}, but teacher is {'null' if teacher is None else 'given'}: distillation learns from a "
+                "teacher, other algorithms from rewards alone. Give both, as in algorithm.type=distillation teacher.name=MODEL, or none.",
+                ("algorithm.type", "algorithm.preset", "teacher"),
+            )
+        if teacher is None or algorithm != Distillation.name:
+            return
+        form = self.algorithm.knobs["form"]
+        elsewhere = {
+            "model.backend": (self.model.backend != "transformers", self.model.backend),
+            "run.server": (self.run.server is not None, self.run.server),
+            "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2"),
+        }
+        for key, (clashes, value) in elsewhere.items():
+            if clashes and (teacher.type != "endpoint" or key != "distributed.strategy"):
+                yield Conflict(
+                    f"teacher.type is {teacher.type}, but {key} is {value}, where no teacher is computed. Leave {key} out.",
+                    ("teacher.type", key),
+                )
+        if teacher.type == "endpoint" and form == "full_vocabulary":
+            yield Conflict(
+                "algorithm.form is full_vocabulary, but teacher.type is endpoint, and no endpoint gives the log-probabilities of all "
+                "tokens. Set algorithm.form=top_k algorithm.top_k=16, or algorithm.form=sampled.",
+                ("algorithm.form", "teacher.type"),
+            )
+        if form == "top_k" and (teacher.type != "endpoint" or teacher.engine == "openai"):
+            yield Conflict(
+                f"algorithm.form is top_k, which needs an endpoint of vLLM or SGLang; teacher.type is {teacher.type}"
+                f"{f' and teacher.engine {teacher.engine}' if teacher.type == 'endpoint' else ''}. Set algorithm.form=sampled, or "
+                "full_vocabulary for a teacher in this process.",
+                ("algorithm.form", "teacher.type", "teacher.engine"),
+            )
+        sampler = self.sampler
+        if teacher.type == "endpoint" and (
+            sampler.temperature != 1 or sampler.temperature_schedule is not None
+        ):
+            yield Conflict(
+                "teacher.type is endpoint, whose log-probabilities are at temperature 1, but the policy is sampled at another one. Leave "
+                "sampler.temperature and sampler.temperature_schedule out.",
+                ("teacher.type", "sampler.temperature", "sampler.temperature_schedule"),
+            )
+        if teacher.type == "endpoint" and sampler.min_completion_length > 0:
+            yield Conflict(
+                f"teacher.type is endpoint, but sampler.min_completion_length is {sampler.min_completion_length}, for which the policy "
+                "cannot draw a token that the endpoint counts in. Leave it out.",
+                ("teacher.type", "sampler.min_completion_length"),
+            )
+
     def _comparison_conflicts(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
         # Use only the keys that decide this; conflicts of other keys are reported separately.
@@ -524,7 +581,8 @@ class RunConfig(Strict):
         if self.training.num_generations == 1 and algorithm.compares_members:
             yield Conflict(
                 f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
-                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1.",
+                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling, and distillation "
+                "without reward_weight, take 1.",
                 (
                     "training.num_generations",
                     *(f"algorithm.{key}" for key in ("type", "preset", *_COMPARING)),

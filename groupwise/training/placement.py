@@ -16,6 +16,7 @@ from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
+from groupwise.engine.models.footprint import FLOAT, bytes_of
 from groupwise.engine.models.machine import available_cores
 from groupwise.engine.models.plan import MICROBATCHES, LearningProcess
 from groupwise.training.config import RunConfig
@@ -344,20 +345,37 @@ def _microbatch_tokens(
     """Tokens that each of this machine's `learners` computes at once, if the config does not say: on a GPU by its free memory."""
     if device == "cpu" or config.model.backend != "transformers":
         return MICROBATCH
-    full, beta = config.lora is None, getattr(getattr(config, "algorithm", None), "beta", 0.0)
+    full, held_by_teacher, copies = config.lora is None, 0.0, False
+    if isinstance(config, RunConfig):
+        starts_teacher = config.teacher is not None and config.teacher.weights == "start"
+        copies = full and (config.algorithm.knobs["beta"] > 0 or starts_teacher)
+        held_by_teacher = teacher_bytes(config, device, 1)
     process = LearningProcess(
         dtype=dtype,
         device=device,
-        needs_reference=full and beta > 0,
+        needs_reference=copies,
         gradient_checkpointing=config.training.gradient_checkpointing,
         parts=config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
         samples=isinstance(config, RunConfig) and not samplers_of(config),
     )
     free = prefork.free_memory(device) or 0
-    memory = _learners_share(config, learners, shares_gpus=shares_gpus) * free
+    memory = _learners_share(config, learners, shares_gpus=shares_gpus) * free - held_by_teacher
     if shares_gpus:
         memory -= prefork.sampler_weights_bytes(config.model, config.lora, dtype, device)
     return prefork.fitting_microbatch(config.model, config.lora, process, int(memory))
+
+
+def teacher_bytes(config: RunConfig, device: str, sharing: int) -> float:
+    """Bytes of a teacher's weights in memory; `sharing`: the processes that share a model, each with its own moving average."""
+    teacher = config.teacher
+    if teacher is None or teacher.type == "endpoint":
+        return 0.0
+    if teacher.type == "self":
+        trained = prefork.trained_parameters(config.model, config.lora)
+        return float(FLOAT * trained * sharing) if teacher.weights == "ema" else 0.0
+    model = teacher.model_config_of(config.model)
+    dtype = prefork.choose_dtype(model, False, device)
+    return float(bytes_of(dtype) * prefork.all_parameters(model))
 
 
 def _learners_share(config: AnyConfig, learners: int, *, shares_gpus: bool) -> float:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from groupwise.core.errors import TaskError, UsageError
+from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.reward_call.request import Scorer, unpicklable
 from groupwise.core.types import Example, SamplingParams
+from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.configured import ConfiguredTask, find_task
 from groupwise.tasks.contract import Task
@@ -32,6 +33,7 @@ from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.sessions import Sessions
 from groupwise.tasks.rollouts.single import Single
+from groupwise.tasks.rollouts.teacher_prompts import TeacherPrompts
 from groupwise.tasks.rollouts.trained_turns import trained_turns
 from groupwise.tasks.rollouts.two_stage import TwoStage
 from groupwise.tasks.tools import Schema
@@ -88,6 +90,43 @@ def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedCon
         return loaded
     with_label = rewards.model_copy(update={"default_task": rubric.default})
     return replace(loaded, config=loaded.config.model_copy(update={"rewards": with_label}))
+
+
+def teacher_prompts(config: RunConfig, task: Task, tokenizer: Any) -> TeacherPrompts | None:
+    """What the teacher of a distillation reads; None if it reads what the policy does.
+
+    Raises ConfigError if it would be no teacher, or if its prompts have no place in these rollouts.
+    """
+    teacher = config.teacher
+    if teacher is None:
+        return None
+    hook = task.teacher_prompt if task.has("teacher_prompt") else None
+    if teacher.prompt is None and hook is None:
+        if teacher.type == "self" and teacher.weights == "current":
+            raise ConfigError(
+                f"teacher.type is self, but the teacher would read the policy's own prompt and know nothing more: {task.described} has no "
+                "teacher_prompt, and teacher.prompt is null. Give it more to read, as in teacher.prompt='{prompt} The answer is {answer}.'"
+            )
+        return None
+    if config.rollout.type == "environment":
+        source = (
+            "the task has teacher_prompt" if teacher.prompt is None else "teacher.prompt is set"
+        )
+        raise ConfigError(
+            f"rollout.type is environment, whose first prompts come from the environment, but {source}, which would stand in place of "
+            "them. Leave it out: the teacher then reads what the policy does."
+        )
+    room = 1 << 30  # an endpoint refuses itself what is too long for it
+    if teacher.type != "endpoint":
+        model = config.model if teacher.type == "self" else teacher.model_config_of(config.model)
+        room = prefork.prompt_room(model, longest_completion(config))
+    return TeacherPrompts(
+        tokenizer,
+        room,
+        teacher.prompt,
+        teacher.demonstration_reward,
+        hook,
+    )
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:

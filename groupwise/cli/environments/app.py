@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson, command
+from groupwise.cli.options import AsJson, command, flag, option
 
 app = typer.Typer(
     name="environments",
@@ -25,22 +25,15 @@ def install(
             metavar="PACKAGE", help="A package of the index, a local folder, or git+https://…."
         ),
     ],
-    kind: Annotated[
-        str, typer.Option(metavar="KIND", help="The library that it is written for.")
-    ] = "verifiers",
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Its name; default: that of the package."),
-    ] = None,
+    kind: Annotated[str, option("KIND", "The library that it is written for.")] = "verifiers",
+    name: Annotated[str | None, option("NAME", "Its name; default: that of the package.")] = None,
     also: Annotated[
-        list[str] | None,
-        typer.Option("--with", metavar="PACKAGE", help="A further package; may be repeated."),
+        list[str] | None, option("PACKAGE", "A further package; may be repeated.", "--with")
     ] = None,
     locked: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Install the versions of this lock.txt.", exists=True),
+        Path | None, option("FILE", "Install the versions of this lock.txt.", exists=True)
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make it again if it exists.")] = False,
+    again: Annotated[bool, flag("Make it again if it exists.", "--again")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Install an environment into a virtual environment of its own. Prints how to use it."""

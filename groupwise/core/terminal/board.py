@@ -68,6 +68,7 @@ class Board:
             ("loss", self._metric_text("loss", "{:z.4f}")),
             ("tokens right", self._metric_text("mean_token_accuracy", "{:.1%}")),
             ("kl", self._metric_text("kl", "{:.4f}")),
+            ("kl to teacher", self._metric_text("distillation/kl", "{:.3f}")),
             ("entropy", self._metric_text("entropy", "{:.2f}")),
             ("len", self._metric_text("completions/mean_length", "{:.1f}")),
             ("cut", self._metric_text("completions/clipped_ratio", "{:.0%}")),

@@ -69,6 +69,7 @@ PLOTS = (
     _curve("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
     _curve("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
     _curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
+    _curve("Policy", "KL to the teacher", "distillation/kl", "What the policy still has to learn from its teacher, nats per token."),
     _curve("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
         "Clipped tokens",

@@ -129,7 +129,7 @@ class RankSampler:
 
 
 class RankWitness:
-    """A `groupwise.engine.sampler.servers.sampler.PolicyWitness` over the `witness` that the first rank hosts.
+    """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over the `witness` that the first rank hosts.
 
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """

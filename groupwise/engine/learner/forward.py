@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
+from groupwise.engine.learner.divergence import teacher_kl
 from groupwise.engine.learner.head import token_numbers
 from groupwise.engine.learner.layout import (
     MicroBatch,
@@ -29,6 +30,7 @@ from groupwise.engine.learner.layout import (
 )
 from groupwise.engine.learner.targets import (
     DEFAULT_OUTPUTS,
+    Distributions,
     ForwardOutputs,
     Targets,
     TokenNumbers,
@@ -52,6 +54,10 @@ class ForwardResult:
     """The X most likely tokens at each place, the most likely first; None if not requested."""
     top_logprobs_BTX: Tensor | None = None
     """Their log-probabilities."""
+    teacher_kl_BT: Tensor | None = None
+    """KL divergence (nats) from the policy to `ForwardOutputs.teacher`; carries the gradient. None if not requested."""
+    distributions: Distributions | None = None
+    """The distributions at the places that were requested, one row after another; then the other fields are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +267,27 @@ def _at_tokens(
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
 
     def compute(queried: QueriedTokens) -> TokenNumbers:
-        return token_numbers(decoder, hidden_AH[queried.among_A], queried.targets)
+        hidden_NH = hidden_AH[queried.among_A]
+        numbers = token_numbers(decoder, hidden_NH, queried.targets)
+        own = Distributions(hidden_NH, decoder.logits)
+        return numbers._replace(teacher_kl_N=teacher_kl(queried.targets, own))
 
+    if outputs.distributions:
+        return distributions_at(rows, outputs, hidden_AH, decoder.logits)
     return compute_targets(rows, outputs, hidden_AH.device, compute)
+
+
+def distributions_at(
+    rows: Sequence[Row],
+    outputs: ForwardOutputs,
+    states_AH: Tensor,
+    head: Callable[[Tensor], Tensor],
+) -> ForwardResult:
+    """The distributions at the places that `outputs` wants, from the states before each completion token, and nothing else."""
+    queried = query_tokens(rows, outputs, states_AH.device)
+    empty_BT = torch.zeros(queried.places_BT.shape, device=states_AH.device)
+    distributions = Distributions(states_AH[queried.among_A], head)
+    return ForwardResult(empty_BT, empty_BT, distributions=distributions)
 
 
 def compute_targets(
@@ -304,7 +328,7 @@ class QueriedTokens:
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
-        logprobs, entropies, right, *top = numbers
+        logprobs, entropies, right, top_ids, top_logprobs, teacher_kl = numbers
         if (wanted_NK := self.wanted_NK) is not None:
             logprobs = logprobs[wanted_NK]
             entropies = entropies[:, None].expand_as(wanted_NK)[wanted_NK]
@@ -313,7 +337,9 @@ class QueriedTokens:
             empty_BT.masked_scatter(places_BT, logprobs),
             empty_BT.masked_scatter(places_BT, entropies),
             None if right is None else wrong_BT.masked_scatter(places_BT, right),
-            *(None if values is None else _spread_rows(places_BT, values) for values in top),
+            None if top_ids is None else _spread_rows(places_BT, top_ids),
+            None if top_logprobs is None else _spread_rows(places_BT, top_logprobs),
+            None if teacher_kl is None else empty_BT.masked_scatter(places_BT, teacher_kl),
         )
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """A model's distributions over the next token at N places."""
+
+    hidden_NH: Tensor
+    logits: Callable[[Tensor], Tensor]
+    """The model's head: from hidden states to float32 logits [.., V]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,10 @@ class ForwardOutputs:
     """Set with `trained_only`: the log-probabilities outside the masks as well, from the same hidden states, without a gradient."""
     top: int = 0
     """So many most likely tokens at each place; only for rows without several targets for a token."""
+    distributions: bool = False
+    """Nothing but the distributions at the places."""
+    teacher: Distributions | None = None
+    """Set with `trained_only`: what another model says at the same places, to which the KL divergence is wanted."""
 
 
 DEFAULT_OUTPUTS = ForwardOutputs()
@@ -62,6 +76,8 @@ class TokenNumbers(NamedTuple):
     """The X most likely tokens at each place, the most likely first, without gradient; None if not requested."""
     top_logprobs_NX: Tensor | None = None
     """Their log-probabilities (nats)."""
+    teacher_kl_N: Tensor | None = None
+    """KL divergence (nats) to a teacher's distribution, with gradient; None if not requested."""
 
 
 def _withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:

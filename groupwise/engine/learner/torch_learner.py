@@ -13,8 +13,9 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +45,7 @@ from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.replicas import GradientSum
 from groupwise.engine.learner.schedule import learning_rate_too_high
 from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs
+from groupwise.engine.learner.teacher import Teacher
 from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
@@ -74,12 +76,14 @@ class TorchLearner:
         native: bool = True,
         divide_on: str | None = None,
         engine: LearnerEngine | None = None,
+        make_teacher: Callable[[LearnerEngine], Teacher] | None = None,
     ) -> None:
         """`keep_publications`: how many of the latest publications keep their files.
 
         `replicas`: the learners in other processes that compute the gradients of other rows for the same update.
         `native`: if False, transformers computes every model; this is the reference for the native engine.
         `engine`: computes the rows, if these weights need a special engine; the arguments that configure an engine do not apply to it.
+        `make_teacher`: makes the teacher of a distillation, given the learner's own engine.
         `divide_on`: device of this learner's part if weights are divided among the replicas; see `groupwise.engine.learner.fsdp`.
         """
         self._weights = weights
@@ -97,6 +101,7 @@ class TorchLearner:
             gradient_checkpointing=gradient_checkpointing,
             divide_on=divide_on,
         )
+        self._teacher = make_teacher(self._engine) if make_teacher is not None else None
         self._parameters = weights.parameters()
         self._fused = next(iter(self._parameters.values())).device.type in FUSED_ON
         self._optimiser = torch.optim.AdamW(
@@ -179,6 +184,8 @@ class TorchLearner:
                 if params.max_grad_norm is not None and length > params.max_grad_norm:
                     torch._foreach_mul_(gradients, params.max_grad_norm / length)
                 self._apply_update(params)
+                if self._teacher is not None and self._teacher.average is not None:
+                    self._teacher.average.follow()
         self.discard()
         return UpdateResult(grad_norm=length, applied=applied)
 
@@ -224,6 +231,8 @@ class TorchLearner:
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
+        if role == "teacher":
+            rows = [row.as_taught for row in rows]
         forwards = self._forwards(rows, role)
         return _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
@@ -273,17 +282,27 @@ class TorchLearner:
         outputs: ForwardOutputs = DEFAULT_OUTPUTS,
     ) -> list[tuple[Batch, ForwardResult]]:
         """Every micro-batch with its outputs, computed without gradient and dropout."""
-        with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
-            batches = self._engine.cut(rows, self._max_tokens, gradient=False)
+        engine = self._engine
+        if role == "teacher":
+            engine, role = self._required_teacher.engine, self._required_teacher.role
+        with torch.no_grad(), engine.acting(role, gradient=False) as compute:
+            batches = engine.cut(rows, self._max_tokens, gradient=False)
             results = [(batch, compute(batch, outputs)) for batch in batches]
-            self._engine.keep_step(role, gradient=False)
+            engine.keep_step(role, gradient=False)
             return results
+
+    @property
+    def _required_teacher(self) -> Teacher:
+        assert self._teacher is not None, "built without a teacher, because the algorithm has none"
+        return self._teacher
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Raises OSError if the files cannot be written."""
         path = Path(folder)
         moments = {**WholeTensors(self._optimiser_tensors())}
         self._weights.save(path)
+        if self._teacher is not None and self._teacher.average is not None:
+            self._teacher.average.save(path)
         write_tensors(moments, path / OPTIMISER)
         (path / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
@@ -296,6 +315,8 @@ class TorchLearner:
         """See `groupwise.core.types.Learner.load`."""
         path = Path(folder)
         self._weights.read(path)
+        if self._teacher is not None and self._teacher.average is not None:
+            self._teacher.average.read(path)
         self._updates = int(read_json(path / STATE)["updates"])
         self.discard()
         stored = read_tensors(path / OPTIMISER)
@@ -322,6 +343,9 @@ class TorchLearner:
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
         """Add the gradient of a micro-batch's loss; returns the loss's sums, and the log-probabilities [B, T]."""
+        if loss.needs_teacher_kl:
+            teacher = self._required_teacher.distributions(batch.rows, self._max_tokens)
+            outputs = replace(outputs, teacher=teacher)
         with self._engine.acting("policy", gradient=True) as compute:
             forward = compute(batch, outputs)
             result = loss.loss(token_batch(batch, forward))
@@ -421,6 +445,8 @@ def token_batch(batch: Batch, forward: ForwardResult) -> TokenBatch:
         proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
         others=_sibling_stats(batch, device),
         credits_BT=where_present([row.credits for row in batch.rows]),
+        teacher_logprobs_BT=where_present([row.teacher_logprobs for row in batch.rows]),
+        teacher_kl_BT=forward.teacher_kl_BT,
     )
 
 

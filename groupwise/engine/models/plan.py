@@ -60,7 +60,9 @@ class MemoryPlan:
     trained: float
     """Trained weights, their gradient and both moments of AdamW; for an adapter also the copies of the sampler and the native engines."""
     reference: float
-    """The frozen copy that full fine-tuning with beta > 0 needs."""
+    """The frozen copy that full fine-tuning needs with beta > 0, or if it is the teacher."""
+    teacher: float
+    """Weights of the teacher of a distillation that are in memory beside the policy's."""
     keys_and_values: float
     """Keys and values of all slots and their prompts."""
     keys_and_values_learning: float
@@ -82,7 +84,7 @@ class MemoryPlan:
         learning = max(self.activations, self.update)
         learning += self.server_learning + self.keys_and_values_learning
         sampling = self.server_sampling + self.keys_and_values
-        always = self.process + self.weights + self.trained + self.reference
+        always = self.process + self.weights + self.trained + self.reference + self.teacher
         return always + max(learning, sampling)
 
 
@@ -128,6 +130,7 @@ def plan_model(
     parts: int = 1,
     server: tuple[float, float] = (0.0, 0.0),
     frees_cache: bool = False,
+    teacher: float = 0.0,
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
@@ -135,7 +138,7 @@ def plan_model(
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
     that the weights are divided into; each process holds one, and transformers' modules then compute them. `server`: bytes that the run's
     own vLLM server, or a sampler's process, takes of the learner's GPU while the run samples, and while it learns. `frees_cache`: the
-    sampler frees keys and values while the run learns.
+    sampler frees keys and values while the run learns. `teacher`: bytes of a teacher's weights.
     """
     counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -162,6 +165,7 @@ def plan_model(
         / MIB,
         trained=held.trained_bytes(trained, processes) / full / MIB,
         reference=FLOAT * total / parts / MIB if needs_reference and lora is None else 0.0,
+        teacher=teacher / MIB,
         keys_and_values=cache,
         keys_and_values_learning=0.0 if frees_cache else cache,
         activations=processes * of_one / MIB,

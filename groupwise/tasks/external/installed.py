@@ -183,8 +183,9 @@ def _address(origin: Mapping[str, Any]) -> str:
 def find(name: str) -> Installed | None:
     """An environment by its name; None if there is none."""
     try:
-        record = json.loads((_home() / name / MADE).read_bytes())
-        made = Installed(**{**record, "requirements": tuple(record["requirements"])})
+        record: dict[str, Any] = json.loads((_home() / name / MADE).read_bytes())
+        record["requirements"] = tuple(record["requirements"])
+        made = Installed(**record)
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return made if made.python.is_file() and made.lock.is_file() else None

@@ -90,13 +90,12 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
 
 
 def _reward(entry: object, turns: Mapping[str, int]) -> RewardPart:
-    if not isinstance(entry, dict) or not isinstance(
-        name := cast("dict[str, Any]", entry).get("name"), str
-    ):
+    fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+    name = fields.get("name")
+    if not isinstance(name, str):
         raise InvalidAnswer(
             f"a reward is {_short(entry)}; expected an object with `name` and `value`"
         )
-    fields = cast("dict[str, Any]", entry)
     completion = fields.get("completion")
     return RewardPart(
         printable(name),

@@ -175,7 +175,7 @@ class PolicyCalls:
             "content": choice.text,
             **({"tool_calls": calls} if calls else {}),
         }
-        prompt = ask.prompts[0]
+        prompt = next(iter(ask.prompts))
         if isinstance(prompt, tuple):
             prompt = render_prompt(self.tokenizer, ids)
         self.turns[id], self.sessions[id] = Turn(prompt, rollout), session

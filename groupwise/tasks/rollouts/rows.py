@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from groupwise.core.types import (
     Group,
@@ -20,9 +21,19 @@ from groupwise.core.types import (
     Row,
     Segment,
     SiblingRowStats,
+    TopLogprobs,
 )
 
 Weights = tuple[RolloutCredit | None, ...]
+
+
+class TeacherNumbers(Protocol):
+    """What a teacher says of the tokens of a row."""
+
+    @property
+    def logprobs(self) -> tuple[float, ...]: ...
+    @property
+    def top(self) -> tuple[TopLogprobs, ...]: ...
 
 
 def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
@@ -63,6 +74,31 @@ def with_sibling_stats(
             others = _sum_stats([sums[other] for other in indices if other != index])
             with_stats[index] = replace(rows[index], others=others)
     return with_stats
+
+
+def segments_by_row(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
+    """The prompt and the segments of each row that `training_rows` makes of a rollout."""
+    return [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
+
+
+def with_teacher_answers(rollout: Rollout, answers: Sequence[TeacherNumbers]) -> Rollout:
+    """The rollout with the teacher's numbers beside its tokens: one answer for each of `segments_by_row`."""
+    remaining = iter(answers)
+    segments: list[Segment] = []
+    for _, part in _rollout_parts(rollout):
+        answer = next(remaining) if any(map(_is_trained, part)) else None
+        start = 0
+        for segment in part:
+            end = start + len(segment.token_ids)
+            if answer is not None and _is_trained(segment):
+                segment = replace(
+                    segment,
+                    teacher_logprobs=answer.logprobs[start:end],
+                    teacher_top=answer.top[start:end],
+                )
+            segments.append(segment)
+            start = end
+    return replace(rollout, segments=tuple(segments))
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:
@@ -109,11 +145,17 @@ def _segments_with_logprobs(
 
 
 def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
-    parts = [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
-    key = (rollout.draw, rollout.member)
-    rows = [replace(_make_row(prompt, part, weight), rollout=key) for prompt, part in parts]
+    rows = [
+        replace(
+            _make_row(prompt, part, weight),
+            rollout=(rollout.draw, rollout.member),
+            teacher_prompt_ids=rollout.teacher_prompt_ids,
+        )
+        for prompt, part in segments_by_row(rollout)
+    ]
     if weight.token_advantages is None:
-        return rows
+        parts = segments_by_row(rollout)
+        return [_with_teacher(row, part) for row, (_, part) in zip(rows, parts, strict=True)]
     remaining = iter(weight.token_advantages)
     rows = [
         replace(row, credits=tuple(next(remaining) if trained else 0.0 for trained in row.mask))
@@ -121,6 +163,35 @@ def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
     ]
     assert next(remaining, None) is None, "advantages of more tokens than the policy wrote"
     return rows
+
+
+def _with_teacher(row: Row, segments: Sequence[Segment]) -> Row:
+    """The row with the numbers of the teacher's endpoint, if there are any.
+
+    With its k most probable tokens at each place, the row's targets are at each place the token itself, then these k.
+    """
+    if not any(segment.teacher_logprobs for segment in segments):
+        return row
+    count = max(len(best) for segment in segments for best in (segment.teacher_top or ((),)))
+    targets: list[int] = []
+    teacher: list[float] = []
+    for segment in segments:
+        length = len(segment.token_ids)
+        own = segment.teacher_logprobs or (0.0,) * length
+        best_by_token = segment.teacher_top or (((0, 0.0),) * count,) * length
+        for token, logprob, best in zip(segment.token_ids, own, best_by_token, strict=True):
+            targets += [token, *(other for other, _ in best)]
+            teacher += [logprob, *(value for _, value in best)]
+    each = 1 + count
+    return replace(
+        row,
+        targets=tuple(targets) if count else None,
+        teacher_logprobs=tuple(teacher),
+        mask=tuple(value for value in row.mask for _ in range(each)),
+        sampling_logprobs=tuple(
+            value if index == 0 else 0.0 for value in row.sampling_logprobs for index in range(each)
+        ),
+    )
 
 
 def _rollout_parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:

@@ -58,13 +58,17 @@ def reuse_recorded(run: Run, draw: int, source_draw: int, example: Example) -> G
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:
-    """Score the group, and shape its rewards as the algorithm requires. Reward functions receive `step`, at which it was drawn."""
+    """Score the group, shape its rewards as the algorithm requires, and add what a teacher says of it.
+
+    Reward functions receive `step`, at which it was drawn.
+    """
     if group.again is not None:
         return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):
         run.unrewarded = False
     scored_group = await score_group(run.scorer, group, step, run.max_steps, run.steps_per_epoch)
-    return run.algorithm.shaped(scored_group, run.longest_completion)
+    shaped_group = run.algorithm.shaped(scored_group, run.longest_completion)
+    return shaped_group if run.teaching is None else await run.teaching.add(shaped_group)
 
 
 def check_served(policy: Policy, group: Group) -> None:

@@ -10,12 +10,13 @@ from statistics import fmean, stdev
 
 from groupwise.algorithms.advantages import tied
 from groupwise.core.types import Group
-from groupwise.runs.advice import DISTINCT
+from groupwise.runs.advice import DISTILLATION, DISTINCT
 from groupwise.training.evaluation.measures import distinct_share
 
 TOKEN_MEANS = {
     "kl": "kl",
     "entropy": "entropy",
+    "distillation_kl": DISTILLATION,
     "right": "mean_token_accuracy",
     "ratio": "sampling/ratio_mean",
     "logprob_gap": "sampling/logprob_gap",
@@ -47,6 +48,7 @@ RESERVED_PREFIXES = (
     "rollouts/",
     "sampling/",
     "clip_ratio/",
+    "distillation/",
     "reward/",
     "data/",
     "replay/",

@@ -26,6 +26,7 @@ from groupwise.engine.models.plan import (
     plan_model,
     sampler_bytes,
 )
+from groupwise.engine.models.tokenizer_agreement import check_same_tokens
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -134,6 +135,12 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         held_out = held_out_prompts(settings, resolved_task, tokenizer, room)
         check_success_part(settings, resolved_task, rubric)
         check_reward_columns(resolved_task, rubric, held_out.examples, in_workers=in_workers)
+    _check_teacher(
+        settings,
+        resolved_task,
+        tokenizer,
+        (*prompts.examples, *(easy_prompts.examples if easy_prompts else ())),
+    )
     order = order_of(
         resolved_task, "get_rl_dataset", [example.index for example in prompts.examples], settings
     )
@@ -183,6 +190,21 @@ def _algorithm_facts(config: RunConfig) -> dict[str, str]:
     """The content of the file of an algorithm of one's own, by its digest."""
     name = config.algorithm.type
     return {"algorithm_file": file_digest(name)} if is_own(name) else {}
+
+
+def _check_teacher(
+    config: RunConfig, task: Task, tokenizer: Any, examples: Sequence[Example]
+) -> None:
+    """Raise UsageError for a teacher that has other tokens than the policy, or a prompt of the teacher's that cannot be written."""
+    teacher = config.teacher
+    if teacher is None:
+        return
+    if teacher.type == "model":
+        model = teacher.model_config_of(config.model)
+        check_same_tokens(tokenizer, prefork.load_tokenizer(model), config.model.name, model.name)
+    prompts = rollout_builder.teacher_prompts(config, task, tokenizer)
+    if prompts is not None:
+        prompts.check(examples)
 
 
 def _max_steps(config: RunConfig, examples: int) -> int:
@@ -334,7 +356,8 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
             -(-rows // members) * (layout.key_length - completion_tokens)
             + rows * completion_tokens,
         ),
-        needs_reference=build.build_algorithm(config).needs_reference,
+        needs_reference=build.needs_reference(config),
+        teacher=placement.teacher_bytes(config, layout.device, layout.sharing),
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,

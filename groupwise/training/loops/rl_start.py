@@ -23,6 +23,8 @@ from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
+from groupwise.engine.sampler.servers.teacher import EndpointTeacher
+from groupwise.runs.advice import DISTILLATION
 from groupwise.runs.curves import WARM_UP_SUMMARY
 from groupwise.runs.folder import SERVER_LOG, RunFolder
 from groupwise.runs.records import EvaluationRecord
@@ -75,6 +77,7 @@ from groupwise.training.loops.start import (
     run_with_auto_resume,
     show_progress,
 )
+from groupwise.training.loops.teaching import Teaching
 from groupwise.training.loops.training import save_checkpoint
 from groupwise.training.loops.warm_up import WarmUpResult, needs_warm_up, warm_up
 
@@ -227,6 +230,8 @@ async def run_in(
                 # A server of the run's own starts now, which may take minutes.
                 await interruption.allow(load_policy(run, run.policy))
                 await starting
+                if run.teaching is not None:
+                    await interruption.allow(run.teaching.start())
                 return await run_to_completion(run, prepared, started_at)
     finally:
         callbacks.close()
@@ -281,6 +286,7 @@ def assemble(
         if config.signals
         else None,
         unrewarded=prepared.rubric is None,
+        teaching=teaching_of(prepared),
         held_out=held_out(
             config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
         )
@@ -293,6 +299,21 @@ def assemble(
         serving=nothing_yet,
         publications=publications,
     )
+
+
+def teaching_of(prepared: RlPrepared) -> Teaching | None:
+    """What adds the teacher's prompts and numbers to scored groups; None without either."""
+    config, tokenizer = prepared.config, prepared.tokenizer
+    teacher = config.teacher
+    prompts = rollout_builder.teacher_prompts(config, prepared.task, tokenizer)
+    if teacher is None or (prompts is None and teacher.type != "endpoint"):
+        return None
+    endpoint = None
+    if teacher.type == "endpoint":
+        top = config.algorithm.knobs["top_k"] or 0
+        name = teacher.name or config.model.name
+        endpoint = EndpointTeacher(teacher, name, tokenizer, top)
+    return Teaching(prompts, endpoint, skips_failures=teacher.on_failure == "skip")
 
 
 def selection_of(prepared: RlPrepared) -> Selection:
@@ -400,6 +421,9 @@ def _summarise(
     first_reward, last_reward = first_and_last(run, METRIC)
     if first_reward is not None:
         summary |= {"reward_first": first_reward, "reward_last": last_reward}
+    first_kl, last_kl = first_and_last(run, DISTILLATION)
+    if first_kl is not None:
+        summary |= {"distillation_kl_first": first_kl, "distillation_kl_last": last_kl}
     if before and after:
         untrained = recorded_evaluation(run, UNTRAINED, 0)
         summary["held_out"] = compare_before_after(before, after, untrained)

@@ -25,6 +25,7 @@ from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.training import rollout_builder
 from groupwise.training.config import RunConfig
 from groupwise.training.evaluation.evaluate import HeldOut
+from groupwise.training.loops.teaching import Teaching
 from groupwise.training.loops.training import Training
 
 logger = logging.getLogger(__name__)
@@ -217,6 +218,8 @@ class TaskRun(Run):
     """The prompts of the easy pool; None without one."""
     selection: Selection
     held_out: HeldOut | None
+    teaching: Teaching | None = None
+    """Adds what the teacher of a distillation knows to scored groups; None if there is nothing to add."""
     schedule: Schedule | None = None
     """None before the first step."""
     next_draw: int = 0

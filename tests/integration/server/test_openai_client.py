@@ -18,8 +18,11 @@ import openai
 import pytest
 
 from groupwise.api.schemas.keys import Keyring
+from groupwise.core.errors import UsageError
+from groupwise.engine.models.teacher_config import TeacherConfig
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.models.tokens import completion_text
+from groupwise.engine.sampler.servers.teacher import EndpointTeacher
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, listening
 from tests.unit.server.openai.opening import Client, Open, open_service, record
@@ -78,6 +81,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server) -> Iterator[openai.OpenAI]:
     with server.client() as made:
         yield made
+
+
+async def test_a_served_model_teaches_another_run(server, monkeypatch):
+    """It scores completions by echo; a policy with other tokens is refused."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    config = TeacherConfig(type="endpoint", engine="openai", url=server.url)
+    teacher = EndpointTeacher(config, "latest", FakeTokenizer(), 0)
+    await teacher.check()
+    answer = await teacher.logprobs((1, 2), (3, 4, END_ID))
+    assert len(answer.logprobs) == 3
+    assert answer.logprobs == pytest.approx([answer.logprobs[0]] * 3)  # an untrained table
+    with pytest.raises(UsageError, match="has other tokens than the policy"):
+        await EndpointTeacher(config, "latest", tiny_tokenizer(), 0).logprobs((1,), (11, 12, 13))
 
 
 def test_chats_and_texts_whole_and_streamed(client):

@@ -80,6 +80,7 @@ def _batch(
         entropies_BT=None if entropies is None else tensor(entropies),
         reference_logprobs_BT=None if reference is None else tensor(reference),
         proximal_logprobs_BT=None if proximal is None else tensor(proximal),
+        teacher_logprobs_BT=policy_BT.detach(),  # agrees, so that only rewards teach
     )
 
 

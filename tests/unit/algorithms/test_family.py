@@ -71,6 +71,7 @@ def batches(draw: st.DrawFn) -> TokenBatch:
         reference_logprobs_BT=policy + normal(0.7),
         proximal_logprobs_BT=policy + normal(0.2),
         credits_BT=normal(1.0) if draw(st.booleans()) else None,
+        teacher_logprobs_BT=policy + normal(0.5),
         others=Others(
             torch.randint(5, (rows,), generator=rng), normal(0.3)[:, 0], normal(0.3)[:, 0]
         )
@@ -161,6 +162,7 @@ def _assert_zero(algorithm: Algorithm, rows: int) -> None:
         entropies_BT=garbage.clone().requires_grad_(),
         reference_logprobs_BT=garbage,
         proximal_logprobs_BT=garbage,
+        teacher_logprobs_BT=garbage,
     )
     result = algorithm.loss(batch)
     assert {value.item() for value in result.components.values()} == {0.0}
@@ -207,6 +209,7 @@ def test_rollout_is_the_same_in_one_row_and_in_two(name: str, mode: str, cap: fl
         sampling_logprobs_BT=near[0],
         proximal_logprobs_BT=near[1],
         reference_logprobs_BT=near[2],
+        teacher_logprobs_BT=near[2],
         mask_BT=torch.tensor([[1, 1, 0, 1, 1, 0, 1]]),
         advantages_B=torch.tensor([0.7], dtype=torch.float64),
         scales_B=torch.tensor([0.2], dtype=torch.float64),
@@ -258,6 +261,7 @@ def test_numerator_and_denominator_count_the_same_tokens(
     assert denominators["entropy"] == 2.0
     assert (result.components["entropy"] / denominators["entropy"]).item() == -1.0
     per_token = {"dapo", "cispo", "reinforce_pp", "max_rl", "pass_at_k", "gigpo", "clip_cov"}
+    per_token |= {"distillation"}
     assert denominators["policy"] == (
         2.0 if name in per_token else 16.0 if name == "dr_grpo" else 2.0
     )
@@ -284,10 +288,11 @@ def test_in_the_first_update_the_policy_is_the_proximal_one(name: str, drawn: To
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
+    rewarded = {"reward_weight": 1.0} if name == "distillation" else {}
     plain = make(name, {"dynamic_sampling": False})
     assert plain.resample_rounds == 0
     assert plain.accepts(group(1.0, 1.0))
-    choosy = make(name, {"dynamic_sampling": True, "max_resample_rounds": 4})
+    choosy = make(name, {"dynamic_sampling": True, "max_resample_rounds": 4, **rewarded})
     assert choosy.resample_rounds == 4
     assert choosy.accepts(group(0.0, 1.0))
     assert choosy.accepts(group(0.0, 1.0, None)), "a failed member costs its group nothing"

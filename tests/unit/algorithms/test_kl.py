@@ -95,6 +95,7 @@ def test_exact_gradient_stays_exact_for_stale_samples_with_the_correction(
         sampling_logprobs_BT=sampling_V[:, None],
         proximal_logprobs_BT=proximal_V[:, None],
         reference_logprobs_BT=reference_V[:, None],
+        teacher_logprobs_BT=proximal_V[:, None],
         mask_BT=torch.ones(VOCABULARY, 1),
         advantages_B=torch.zeros(VOCABULARY),
         scales_B=sampling_V.exp(),

@@ -819,7 +819,10 @@ def test_the_length_of_a_rollout_is_what_the_policy_wrote(
     with sqlite3.connect(path) as record:
         record.execute("UPDATE rollouts SET completion_tokens = ?", (3 * len(sources),))
         record.executescript(
-            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns; PRAGMA user_version = 10;"
+            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns;"
+            "ALTER TABLE rollouts DROP COLUMN teacher_prompt_ids; ALTER TABLE segments DROP COLUMN teacher_logprobs;"
+            "ALTER TABLE segments DROP COLUMN teacher_top_ids; ALTER TABLE segments DROP COLUMN teacher_top_logprobs;"
+            "PRAGMA user_version = 10;"
         )
     record.close()
     with Store.open(path) as store:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
+from groupwise.engine.learner.divergence import teacher_kl
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardResult, QueriedTokens, compute_targets
+from groupwise.engine.learner.forward import (
+    ForwardResult,
+    QueriedTokens,
+    compute_targets,
+    distributions_at,
+)
 from groupwise.engine.learner.native.body import residual_stream
-from groupwise.engine.learner.native.head import token_numbers
+from groupwise.engine.learner.native.head import logits_of, token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
-from groupwise.engine.learner.targets import ForwardOutputs, TokenNumbers
+from groupwise.engine.learner.targets import Distributions, ForwardOutputs, TokenNumbers
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.native.ready import ready_to_learn
 from groupwise.engine.models.native.weights import NativeModel
@@ -48,6 +55,7 @@ class NativeEngine:
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `LearnerEngine.acting`."""
         model, factors = self._model, self._weights.factors(role)
+        head_logits = partial(logits_of, model)
 
         def compute(batch: FlatBatch, outputs: ForwardOutputs) -> ForwardResult:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
@@ -57,8 +65,12 @@ class NativeEngine:
                 # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which
                 # threads finish; that of `embedding` adds them in a fixed order.
                 before_NH = embedding(predictors_A[queried.among_A], residual_NH)
-                return token_numbers(model, before_NH, queried.targets)
+                numbers = token_numbers(model, before_NH, queried.targets)
+                own = Distributions(before_NH, head_logits)
+                return numbers._replace(teacher_kl_N=teacher_kl(queried.targets, own))
 
+            if outputs.distributions:
+                return distributions_at(batch.rows, outputs, residual_NH[predictors_A], head_logits)
             return compute_targets(batch.rows, outputs, model.device, at_targets)
 
         yield compute

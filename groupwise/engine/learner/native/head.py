@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from groupwise.engine.learner.head_numbers import HeadNumbers, Slopes
 from groupwise.engine.learner.native.elementwise import add_norm_gradient, norm_scale
@@ -27,6 +28,13 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
     logprobs_N, entropies_N, right_N, *top = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
     right = right_N if targets.outputs.accuracy else None
     return TokenNumbers(logprobs_N, entropies_N, right, *(top if targets.outputs.top else ()))
+
+
+def logits_of(model: NativeModel, residual_NH: Tensor) -> Tensor:
+    """Float32 logits [N, V] after the last layer, with a gradient by autograd: for losses over the whole vocabulary."""
+    shape = model.shape
+    normed_NH = rms_norm(residual_NH, (shape.hidden,), model.norm_H, shape.epsilon).to(model.dtype)
+    return model.head.many(normed_NH).float()
 
 
 class _Head(torch.autograd.Function):

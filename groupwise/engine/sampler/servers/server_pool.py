@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx2
 
@@ -25,9 +25,7 @@ from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.engine.sampler.servers.completions import refuse_what_differs
-
-if TYPE_CHECKING:
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness
+from groupwise.engine.sampler.servers.probe import PolicyWitness
 
 logger = logging.getLogger(__name__)
 
@@ -204,12 +202,15 @@ class Servers:
         patience: float,
         timing: Timing,
         remedy: Callable[[], str] = lambda: "Start one there (sampler.url)",
+        patience_key: str = "sampler.patience",
     ) -> None:
-        """`patience`: seconds without an answer from any server after which a request is given up; `remedy`: advice for that error."""
+        """`patience`: seconds without an answer from any server after which a request is given up, and its key in the config; `remedy`:
+        advice for that error."""
         self.all = tuple(servers)
         self._patience = patience
         self._timing = timing
         self._remedy = remedy
+        self._patience_key = patience_key
 
     async def ask(self, work: Callable[[Server], Awaitable[T]], completions: int = 1) -> T:
         """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary. `completions`:
@@ -250,7 +251,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
-            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy()}, then go on "
+            f"None of the servers ({urls}) has answered for {self._patience:g} s ({self._patience_key}). {self._remedy()}, then go on "
             f"with --resume.{last_words}",
             None if last_error is None else last_error.status,
         )

@@ -16,16 +16,14 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import SamplingParams
 from groupwise.engine.sampler.servers.completions import TOKEN_AS_TEXT, refuse_withheld_end
+from groupwise.engine.sampler.servers.probe import PolicyWitness
 from groupwise.engine.sampler.servers.server_pool import Server
-
-if TYPE_CHECKING:
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness
 
 T = TypeVar("T")
 

@@ -22,16 +22,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.adapters import ListedModel, SharedFolder, policy_name
+from groupwise.engine.sampler.servers.probe import PolicyWitness
 from groupwise.engine.sampler.servers.server_pool import Served, Server
 from groupwise.engine.sampler.servers.spawned_server import SpawnedServer
-
-if TYPE_CHECKING:
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 class Witness:
-    """A `groupwise.engine.sampler.servers.sampler.PolicyWitness` over weights in this process."""
+    """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over weights in this process."""
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights

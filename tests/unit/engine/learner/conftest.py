@@ -51,6 +51,9 @@ def _row(chance: random.Random, prompt: tuple[int, ...], index: int, reference: 
         reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length))
         if reference
         else None,
+        teacher_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length))
+        if reference
+        else None,
     )
 
 

@@ -47,7 +47,7 @@ class Head(nn.Module):
             adapted.add("policy", trainable=True, seed=0)
             randomised(adapted, "policy", size=0.3)
             adapted.switch.active = "policy"
-            self.decoder.head = model.get_output_embeddings()
+            self.decoder.head = model.lm_head
 
     def trained(self) -> list[Tensor]:
         return [each for each in self.decoder.head.parameters() if each.requires_grad]
@@ -92,8 +92,8 @@ def test_values_and_gradients(monkeypatch, made, several, entropy, withheld, chu
     monkeypatch.setattr(head_numbers, "ROWS_IN_CACHE", rows)
     wanted = targets_of(several, withheld=withheld, entropy_gradient=entropy, accuracy=True, top=4)
     mine, theirs = hidden(), hidden()
-    found = token_numbers(made.decoder, mine, wanted)
-    expected = plain_numbers(made.decoder.logits(theirs), wanted)
+    found: Any = token_numbers(made.decoder, mine, wanted)
+    expected: Any = plain_numbers(made.decoder.logits(theirs), wanted)
     torch.testing.assert_close(found.logprobs_N.double(), expected.logprobs_N, atol=4e-6, rtol=1e-5)
     torch.testing.assert_close(
         found.entropies_N.double(), expected.entropies_N, atol=1e-5, rtol=1e-5

@@ -1,5 +1,7 @@
 """Kernels of attention are chosen for a call, and not for the process. A GPU compares their results: `tests/gpu`."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.backends import cuda
@@ -35,7 +37,8 @@ def test_a_model_of_one_key_head_does_without_the_efficient_kernel(monkeypatch, 
     )
     decoder, before = Decoder(MODELS[family](heads).eval()), switches()
     seen: set[tuple[bool, ...]] = set()
-    for layer in decoder.body.layers:
+    body: Any = decoder.body
+    for layer in body.layers:
         layer.register_forward_hook(lambda *_: seen.add(switches()))
     positions = torch.arange(3)[None]
     with torch.no_grad():

@@ -116,7 +116,8 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(family, dtype)
     path, module = next(iter(experts_of(policy.base).items()))
     layer: Any = module
     weights = {}
-    for outer in (policy.base.get_submodule(path), policy.base.get_submodule(path).base_layer):
+    outermost: Any = policy.base.get_submodule(path)
+    for outer in (outermost, outermost.base_layer):
         weights[outer.parameter_name] = outer.by_expert("policy")
     parameters = [each for name, each in policy.parameters("policy").items() if path in name]
     x_NH = torch.randn(9, SMALL["hidden_size"], generator=torch.Generator().manual_seed(3))

@@ -206,14 +206,15 @@ LINEAR: dict[str, Any] = {
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
+HEADS: dict[str, Any] = {"head_dim": 8}
 MIXED = ["linear_attention", "full_attention"]
 HYBRIDS = {
-    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **LINEAR, layer_types=MIXED, head_dim=8),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **LINEAR, layer_types=MIXED, **HEADS),
     "qwen3_next": lambda: Qwen3NextConfig(
-        **SMALL, **LINEAR, layer_types=MIXED, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        **SMALL, **LINEAR, layer_types=MIXED, **HEADS, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, shared_expert_intermediate_size=16,
     ),
-    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64, head_dim=8),
+    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64, **HEADS),
     "bamba": lambda: BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
     "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
 }  # fmt: skip

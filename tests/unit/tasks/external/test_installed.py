@@ -57,6 +57,16 @@ def test_it_is_made_once_with_its_library_and_locked(pip: list[list[str]]):
     assert find("my-game") is None
 
 
+def test_a_folder_is_installed_anew_once_its_files_have_changed(tmp_path: Path):
+    folder = tmp_path / "game"
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text('[project]\nname = "my_game"\n')
+    made = install(str(folder), kind="verifiers", say=False)
+    assert (made.name, install(str(folder), kind="verifiers", say=False)) == ("my-game", made)
+    (folder / "my_game.py").write_text("")
+    assert install(str(folder), kind="verifiers", say=False).python != made.python
+
+
 def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
     lock = tmp_path / "lock.txt"
     lock.write_text("my_game==1.0\n")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import EnvironmentWorkerError
-from groupwise.core.types import Rollout
+from groupwise.core.types import Completion, GroupRequest, Rollout
 from groupwise.tasks.external.process import list_examples
 from groupwise.tasks.external.protocol import Program
 from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
@@ -32,11 +32,24 @@ TOKENIZER = chat_tokenizer("chatml")
 USER = [{"role": "user", "content": "say 3"}]
 
 
+class SlowSampler(ScriptedSampler):
+    """Takes its time."""
+
+    slowness = 0.0
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        await asyncio.sleep(self.slowness)
+        return await super().generate(request)
+
+
 @asynccontextmanager
-async def playing(limits: ExternalLimits = LIMITS, workers: int = 1) -> AsyncGenerator[Any]:
-    """A function that plays a group."""
+async def playing(
+    limits: ExternalLimits = LIMITS, workers: int = 1, slowness: float = 0.0
+) -> AsyncGenerator[Any]:
+    """A function that plays a group. `slowness`: seconds that the policy takes for a completion."""
     rollouts = ExternalRollouts(PROGRAM, TOKENIZER, limits, workers)
-    sampler = ScriptedSampler(TOKENIZER, lambda seed, seen: "banana<|im_end|>")
+    sampler = SlowSampler(TOKENIZER, lambda seed, seen: "banana<|im_end|>")
+    sampler.slowness = slowness
 
     async def play(does: str, members: int = 1, **more: Any) -> tuple[Rollout, ...]:
         ids = TOKENIZER.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)[
@@ -106,6 +119,12 @@ async def test_a_process_that_hangs_is_killed_and_its_others_are_played_again():
         (after,) = await play("play")
     assert bad.outcome == "timed_out"
     assert after.outcome == "pending"
+
+
+async def test_waiting_for_the_policy_is_not_the_environments_time():
+    async with playing(replace(LIMITS, max_seconds=1.5), slowness=1.0) as play:
+        (rollout,) = await play("play")
+    assert rollout.outcome == "pending", rollout.reason
 
 
 async def test_limits_cut_an_attempt_off():
