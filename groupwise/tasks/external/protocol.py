@@ -90,12 +90,11 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
 
 
 def _reward(entry: Any, turns: Mapping[str, int]) -> RewardPart:
+    shown = _short(entry)
     fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     name = fields.get("name")
     if not isinstance(name, str):
-        raise InvalidAnswer(
-            f"a reward is {_short(entry)}; expected an object with `name` and `value`"
-        )
+        raise InvalidAnswer(f"a reward is {shown}; expected an object with `name` and `value`")
     completion = fields.get("completion")
     return RewardPart(
         printable(name),
