@@ -132,9 +132,11 @@ PRESETS: dict[str, Preset] = {
         {"entropy_advantage": 0.4, "entropy_advantage_cap": 2.0},
     ),
     "intellect_3_icepop": Preset(
-        "grpo",
+        "dapo",
         "https://arxiv.org/abs/2512.16144, equation 1; IcePop of https://arxiv.org/abs/2510.18855",
         {
+            "scale_rewards": "none",
+            "soft_punish_cache": 0,
             "importance_sampling_correction": "token_mask",
             "importance_sampling_floor": 0.5,
             "importance_sampling_cap": 5.0,
