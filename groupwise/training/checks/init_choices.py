@@ -207,14 +207,9 @@ def choose_required_keys(draft: Draft) -> None:
         return
     if draft.is_given(("training", "max_steps")):
         draft.choose(("training", "num_train_epochs"), 1.0, "one pass, as max_steps is null")
-    kinds = (
-        (kind, key)
-        for kind, keys in OWN_KEYS.items()
-        for key in keys
-        if draft.given_value(("rollout", key)) is not None
-    )
-    if (match := next(kinds, None)) is not None:
-        draft.choose(("rollout", "type"), match[0], f"rollout.{match[1]} belongs to it")
+    given = (key for key in OWN_KEYS if draft.given_value(("rollout", key)) is not None)
+    if (key := next(given, None)) is not None:
+        draft.choose(("rollout", "type"), OWN_KEYS[key][0], f"rollout.{key} belongs to it")
     # The completion must be long enough for the given keys.
     min_length, reason = _min_completion(draft)
     chosen_type = draft.chosen.get(("rollout", "type"))

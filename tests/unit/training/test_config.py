@@ -150,7 +150,7 @@ def test_training_draws_from_the_whole_distribution_and_says_why(
     assert "draw completions from another" in message
     assert f"eval.{key}" in message
     message = refusal("", tmp_path, f"{key}={value}")
-    assert f"did you mean eval.{key}? sampler.{key} is none either: it would draw" in message
+    assert f"eval.{key}? sampler.{key} is none either: it would draw" in message
     settings = [f"eval.{key}={value}", "eval.temperature=1.0"]
     assert load_config(MINIMAL, settings).config.eval.model_dump()[key] == float(value)
     off = load_config(MINIMAL, [f"eval.{key}=null"]).config

@@ -91,7 +91,7 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
     assert seen == {
         "everything": {"answer": ["a", "b"], "other": [1, 2], "prompt_ids": [[7], [7]]}, "one": ["a", "b"], "ids": [[0, 9], [1, 9]],
         "steps": (3, 10), "epochs": (0.75, 3),
-        "rest": set("prompts prompt_ids prompts_seen answer other log_metric log_extra".split()),
+        "rest": set("prompts prompt_ids prompts_seen answer other rollout_notes log_metric log_extra".split()),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from groupwise.core.types import Group, RolloutCredit
 from groupwise.training.checks.check_algorithm import check_algorithm
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "distillation"])
 @pytest.mark.parametrize("correction", ["none", "sequence_truncate"])
 def test_ours_pass(name: str, correction: str) -> None:
     algorithm = make(name, {"beta": 0.1, "importance_sampling_correction": correction})
