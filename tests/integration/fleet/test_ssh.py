@@ -288,14 +288,15 @@ async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_told(
 async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_call_in_doubt(
     full: FullHost, way: SshHost
 ) -> None:
-    """The request was sent, and READY may be lost with the answer. The next call waits for READY, and is certain."""
+    """The request was sent, and READY may be lost with the answer. The next call waits for READY, and is certain. On a busy machine the
+    shell may have ended before the request was sent, and then the first call is certain, too."""
     await told(way)
     full.login_shell(BASH, "exit 0\n")
     mark = marker(full)
-    with pytest.raises(OutcomeUnknown, match="status 0"):
-        await quick(way, "echo", mark=str(mark))
+    with pytest.raises((OutcomeUnknown, HostUnreachable), match="status 0"):
+        await quick(way, "echo", timeout=20, mark=str(mark))
     with pytest.raises(HostUnreachable, match="status 0 and ran nothing"):
-        await quick(way, "echo", mark=str(mark))
+        await quick(way, "echo", timeout=20, mark=str(mark))
     assert not mark.read_text()
     full.login_shell(BASH)
     await told(way)
