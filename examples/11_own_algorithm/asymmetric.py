@@ -1,4 +1,4 @@
-"""Dr. GRPO that learns less from failures, and counts each rollout by a power of its length."""
+"""Dr. GRPO with smaller negative advantages, and each rollout weighted by a power of its length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

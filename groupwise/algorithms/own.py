@@ -22,7 +22,7 @@ from groupwise.core.errors import TaskError, UsageError
 
 _OWN = re.compile(r".+\.py:[A-Za-z_]\w*")
 _loaded: dict[str, tuple[str, type[GroupRelative]]] = {}
-"""Digest of the file and class, by full name."""
+"""The classes that were loaded, by their full name, each with the digest of its file."""
 
 
 def is_own(name: str) -> bool:

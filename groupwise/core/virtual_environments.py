@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 LAST_CHARACTERS = 2000
-"""Of an installer's errors, in messages."""
+"""How much of an installer's error output a message shows."""
 
 
 def make(

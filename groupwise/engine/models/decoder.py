@@ -201,7 +201,7 @@ class Decoder:
 
     @property
     def caps_logits(self) -> bool:
-        """True if the model's logits are no multiple of what its head computes."""
+        """True if the model squashes its logits with tanh, as Gemma 2 does."""
         return self._logit_cap is not None
 
     def _attention_mask(

@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by the same ids, which a distillation needs: it compares probabilities token by token.
+"""Checks that two tokenizers give the same ids the same meaning, which distillation needs: it compares probabilities token by token.
 
 They are compared by content, not by name: each id of the policy must have the same text in the teacher's vocabulary, and texts must be
 divided in the same way. A teacher may have ids beyond the policy's, as larger models of a family do.

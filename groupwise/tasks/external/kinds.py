@@ -17,7 +17,7 @@ class Kind:
     library: str
     """The package that an environment of this kind needs."""
     home: str
-    """Where people find such environments; for messages."""
+    """Where users can find such environments, for error messages."""
     environment: str | None = None
     """The installed environment, if the task does not name one; None: that of the name after the colon."""
     programs: tuple[str, ...] = ()

@@ -207,7 +207,7 @@ class Listed:
 
 
 async def list_examples(program: Program, limit: int | None, start_limit: float) -> Listed:
-    """At most `limit` examples of each split, by a process that ends afterwards.
+    """List at most `limit` examples of each split, in a process that ends afterwards.
 
     Raises EnvironmentWorkerError, CallFailed or ProcessLost.
     """

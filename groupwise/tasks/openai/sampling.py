@@ -18,7 +18,7 @@ OrderField = Literal[
     "json_schema",
     "tool_calls",
 ]
-"""Fields of a prompt and its `Sampling` that a refusal can be about."""
+"""The fields of a request that an error can name as the cause."""
 
 
 @dataclass(frozen=True, slots=True)

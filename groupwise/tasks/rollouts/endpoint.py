@@ -101,7 +101,7 @@ class PolicyCalls:
 
     @property
     def waited(self) -> float:
-        """Seconds in which the environment waited for the policy."""
+        """How many seconds the environment has waited for the policy so far."""
         return self._waited + (time.monotonic() - self._since if self._in_flight else 0.0)
 
     async def complete(self, ask: GenerationRequest, session: str | None = None) -> Completed:

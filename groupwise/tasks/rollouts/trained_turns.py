@@ -19,7 +19,7 @@ from groupwise.core.plugins import explain, load
 from groupwise.core.types import Message
 
 TrainedTurns = Callable[[Sequence[Message]], Sequence[bool]]
-"""From the turns of an attempt, at least one, to whether each teaches."""
+"""Takes the turns of an attempt (at least one) and says for each whether it is trained on."""
 
 
 def every_turn(turns: Sequence[Message]) -> list[bool]:

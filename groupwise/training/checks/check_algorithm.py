@@ -152,7 +152,7 @@ def _numbers(row: Row, seed: int, low: float, high: float) -> list[float]:
 
 
 def _difference(one: Gradient, other: Gradient) -> str:
-    """Where two gradients of the same step differ, in words; empty if they do not."""
+    """Describe where two gradients of the same step differ; empty if they are equal."""
     largest = max((abs(slope) for rows in one.values() for row in rows for slope in row), default=0)
     if one.keys() != other.keys():
         return "other rollouts have a gradient"

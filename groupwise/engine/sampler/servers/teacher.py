@@ -31,7 +31,7 @@ NO_ROUTE = frozenset({404, 405, 501})
 
 @dataclass(frozen=True, slots=True)
 class TeacherAnswer:
-    """The teacher's numbers for the tokens of a completion."""
+    """The log-probabilities that the teacher gives to the tokens of a completion."""
 
     logprobs: tuple[float, ...]
     top: tuple[TopLogprobs, ...] = ()

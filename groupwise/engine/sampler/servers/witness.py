@@ -35,7 +35,7 @@ class Witness:
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights
         self._groups: dict[str, nccl.TransferGroup] = {}
-        """By the address of the server that takes the weights."""
+        """One entry for each server that takes the weights, by its address."""
 
     @property
     def vocabulary(self) -> int:
@@ -80,7 +80,7 @@ class Witness:
             torch.cuda.empty_cache()
 
     def weight_info(self) -> dict[str, Any]:
-        """What a server must know of the weights that it takes: the fields that vLLM's engines `ipc` and `nccl` have in common."""
+        """Names, number formats and shapes of the weights: the fields that vLLM's transfers by `ipc` and by `nccl` have in common."""
         tensors = self._whole_weights()
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
         shapes = [[*tensor.shape] for tensor in tensors.values()]

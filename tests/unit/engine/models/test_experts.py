@@ -238,7 +238,7 @@ def test_all_experts_are_held_and_the_chosen_ones_are_active(tmp_path, family):
 @pytest.mark.parametrize("matrices", [BOTH, BOTH[1:]], ids=["both", "one"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_an_adapter_is_written_for_each_expert_as_vllm_takes_it(tmp_path, family, matrices):
-    """Added to the matrices of a model's files, it makes the model that the adapter makes."""
+    """The base model plus the exported matrices gives the same logits as the model with its adapter."""
     model = made(CONFIGS[family]())
     plain = tmp_path / "plain"
     model.save_pretrained(plain)
