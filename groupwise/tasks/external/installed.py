@@ -81,7 +81,8 @@ def install(
 ) -> Installed:
     """Make the environment of a requirement: a package of the index, a local folder, or a git address. An existing one of the same is kept.
 
-    `extras`: further requirements. `locked`: a lock.txt whose versions are installed. Raises UsageError.
+    A folder is the same wherever it lies while its files are; one with other files replaces it. `extras`: further requirements.
+    `locked`: a lock.txt whose versions are installed. Raises UsageError.
     """
     name = _checked_name(name or name_of(requirement))
     source, content = Path(requirement).expanduser(), None
@@ -91,7 +92,11 @@ def install(
     with exclusive(_home() / name):
         existing = find(name)
         if existing is not None and not again and locked is None:
-            is_same = (existing.requirements, existing.kind) == (requirements, kind)
+            are_folders = content is not None and existing.content is not None
+            is_same = (existing.requirements[are_folders:], existing.kind) == (
+                requirements[are_folders:],
+                kind,
+            )
             if is_same and existing.content == content:
                 return existing
             if not is_same:
@@ -161,11 +166,13 @@ def _hashes(report: Path) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    """Digest of the files of a folder (SHA-256, hex, 16 digits), without hidden ones and what Python compiled."""
+    """Digest of the files of a folder (SHA-256, hex, 16 digits), without hidden ones, what Python compiled and what building left."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in parts):
+        is_made = any(part.startswith((".", "__pycache__")) for part in parts)
+        is_made = is_made or parts[0] == "build" or parts[0].endswith(".egg-info")
+        if path.is_file() and not is_made:
             digest.update(f"{parts}".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

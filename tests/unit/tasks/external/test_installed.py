@@ -1,6 +1,7 @@
 """Virtual environments of environments: named, made once, locked, listed, removed."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,18 @@ def test_it_is_made_once_with_its_library_and_locked(pip: list[list[str]]):
 
 
 def test_a_folder_is_installed_anew_once_its_files_have_changed(tmp_path: Path):
-    folder = tmp_path / "game"
+    folder, copy = tmp_path / "game", tmp_path / "copy"
     folder.mkdir()
     (folder / "pyproject.toml").write_text('[project]\nname = "my_game"\n')
     made = install(str(folder), kind="verifiers", say=False)
     assert (made.name, install(str(folder), kind="verifiers", say=False)) == ("my-game", made)
-    (folder / "my_game.py").write_text("")
-    assert install(str(folder), kind="verifiers", say=False).python != made.python
+    shutil.copytree(folder, copy)
+    assert install(str(copy), kind="verifiers", say=False) == made
+    (copy / "my_game.egg-info").mkdir()
+    (copy / "my_game.egg-info" / "PKG-INFO").write_text("what building leaves")
+    assert install(str(copy), kind="verifiers", say=False) == made
+    (copy / "my_game.py").write_text("")
+    assert install(str(copy), kind="verifiers", say=False).python != made.python
 
 
 def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
