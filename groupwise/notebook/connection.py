@@ -5,7 +5,7 @@
     trainer_state = remote.train_grpo(config, session)
 
 Data, rewards, record and checkpoints are on this machine, and the trained policy equals one trained directly on the server's
-machine. See docs/how-to/train-elsewhere.md.
+machine. See docs/operate/train-elsewhere.md.
 
 Client code reads the key from one environment variable. So each call sets the variable to the key of its own connection and leaves
 it set, because `session.sampler` needs it later.

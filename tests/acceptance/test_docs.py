@@ -139,6 +139,12 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def text_of(page: str) -> str:
+    """The text of the page with this file name."""
+    [path] = [path for path in PAGES if path.name == page]
+    return path.read_text()
+
+
 def spans(page: Path) -> list[str]:
     """What stands in `code` on a page, blocks left out."""
     return re.findall(r"`([^`\n]+)`", prose(page))
@@ -172,7 +178,7 @@ def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made_small(ROOT / "configs/quickstart.yaml", place / "my.yaml")
     (place / "path/to").mkdir(parents=True)
     rows = re.findall(
-        r'^{"question.*$', (ROOT / "docs/how-to/generate.md").read_text(), re.MULTILINE
+        r'^{"question.*$', (ROOT / "docs/how-to/sft.md").read_text(), re.MULTILINE
     )
     (place / "questions.jsonl").write_text("\n".join(rows) + "\n")
     shutil.copy(ROOT / "examples/01_first_task/task.py", place / "path/to/task.py")
@@ -972,22 +978,22 @@ def test_tables_are_up_to_date() -> None:
     old = [
         f"{page}, make it again:\n{made()}"
         for page, made in TABLES
-        if made() not in (ROOT / "docs/how-to" / page).read_text()
+        if made() not in text_of(page)
     ]
     assert old == []
 
 
 def first_cells(page: str, head: str) -> list[str]:
     """What stands in `code` in the first column of the table with this head."""
-    _, found, rest = (ROOT / "docs/how-to" / page).read_text().partition(f"\n{head}\n")
+    _, found, rest = text_of(page).partition(f"\n{head}\n")
     assert found, head
     cells = [line.split("|")[1] for line in rest.partition("\n\n")[0].splitlines()[1:]]
     return [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
 
 
 def test_events_and_metrics_of_the_server_are_explained() -> None:
-    assert set(EventKind) <= set(spans(ROOT / "docs/how-to/serve.md"))
-    page = (ROOT / "docs/how-to/deploy-server.md").read_text()
+    assert set(EventKind) <= set(spans(ROOT / "docs/operate/serve.md"))
+    page = text_of("deploy-server.md")
     explained = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", explained)) >= server_metrics()
 
@@ -1015,7 +1021,7 @@ def test_states_alarms_events_and_metrics_of_the_fleet_are_explained() -> None:
 
 
 def test_the_first_page_of_the_fleet_needs_twelve_words() -> None:
-    page = (ROOT / "docs/how-to/fleet.md").read_text()
+    page = text_of("fleet.md")
     table = page.partition("| word | means |\n|---|---|\n")[2].partition("\n\n")[0]
     assert 1 <= len(table.splitlines()) <= 12
     operators_words = r"\b(epochs?|incarnation|accused|leaking|leases?|quarantined?)\b"
@@ -1023,7 +1029,7 @@ def test_the_first_page_of_the_fleet_needs_twelve_words() -> None:
 
 
 def test_failures_and_their_retries_are_as_in_the_table() -> None:
-    page = (ROOT / "docs/how-to/fleet-operations.md").read_text()
+    page = text_of("fleet-operations.md")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (yes)? ?\| (\w+) \|$", page, re.MULTILINE)
     expected: list[tuple[str, str, str]] = []
     for failure, budget in BUDGETS.items():

@@ -474,7 +474,7 @@ def cloud_errors(region: str) -> Generator[None]:
             ) from None
         reason = f"AWS refuses ({code}): {message}"
         if code in PERMISSION_CODES:
-            reason = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
+            reason = f"your user of AWS may not do that ({code}): {message} docs/operate/launch.md lists what is needed."
         raise AwsRefused(reason, code) from None
     except boto.BotoCoreError as error:  # connection errors, timeouts, an unknown region
         raise Unreachable(f"AWS does not answer in {region}: {error}.") from None

@@ -67,7 +67,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         rows = [*by_recipe.values()]
     write_table(
         compatibility.COOKBOOK,
-        ROOT / "docs/how-to/tinker.md",
+        ROOT / "docs/operate/tinker.md",
         {"release": RELEASE, "recipes": rows},
     )
 

@@ -1,4 +1,4 @@
-"""`docs/how-to/one-gpu.md`: its config, and the memory that it names, for a GPU that is not here."""
+"""`docs/how-to/gpus.md`: its config, and the memory that it names, for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupwise.core.settings.tree import copy_plain, parse_yaml
 from groupwise.engine.models.tiny import tiny_tokenizer
 from tests.unit.training.test_placement import give_device
 
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "one-gpu.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "gpus.md"
 
 
 @pytest.fixture
