@@ -177,9 +177,7 @@ def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made_small(config, place / name(config))
     made_small(ROOT / "configs/quickstart.yaml", place / "my.yaml")
     (place / "path/to").mkdir(parents=True)
-    rows = re.findall(
-        r'^{"question.*$', (ROOT / "docs/how-to/sft.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r'^{"question.*$', (ROOT / "docs/how-to/sft.md").read_text(), re.MULTILINE)
     (place / "questions.jsonl").write_text("\n".join(rows) + "\n")
     shutil.copy(ROOT / "examples/01_first_task/task.py", place / "path/to/task.py")
     with pytest.MonkeyPatch.context() as patch:
@@ -976,9 +974,7 @@ TABLES: list[tuple[str, Callable[[], str]]] = [
 
 def test_tables_are_up_to_date() -> None:
     old = [
-        f"{page}, make it again:\n{made()}"
-        for page, made in TABLES
-        if made() not in text_of(page)
+        f"{page}, make it again:\n{made()}" for page, made in TABLES if made() not in text_of(page)
     ]
     assert old == []
 

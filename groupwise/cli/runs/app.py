@@ -32,7 +32,7 @@ from groupwise.cli.printing import (
     round_number,
 )
 from groupwise.cli.runs.compare import compare
-from groupwise.cli.runs.export import export, push
+from groupwise.cli.runs.export import export, import_, push
 from groupwise.cli.runs.replay import replay
 from groupwise.cli.runs.rescore import rescore
 from groupwise.core.errors import RunNotFoundError, UsageError
@@ -54,7 +54,7 @@ MOST_NAMED = 100
 
 app = typer.Typer(
     name="runs",
-    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay, export, push.",
+    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay, export, push, import.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -193,6 +193,7 @@ app.command()(rescore)
 app.command()(replay)
 app.command()(export)
 app.command()(push)
+app.command("import")(import_)
 
 
 # The list

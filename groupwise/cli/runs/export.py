@@ -1,7 +1,8 @@
-"""`groupwise runs export` and `groupwise runs push`: a run's results for others."""
+"""`groupwise runs export`, `push` and `import`: a run's results for others, and those of other trainers for us."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -88,3 +89,31 @@ def push(
         write_json({"uploaded": urls})
     else:
         print_pairs([("uploaded", url) for url in urls])
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="The output_dir of a TRL run with log_completions=True, or a Parquet or JSON lines file.",
+        ),
+    ],
+    name: Annotated[
+        str | None, option(None, "Name of the new run; by default that of SOURCE.")
+    ] = None,
+    reward: Annotated[
+        list[str], option([], "Column that holds a reward; several times for several.")
+    ] = [],  # noqa: B006
+    dir: RunsDir = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run of the completions that another trainer has logged, to look at it here."""
+    from groupwise.training.review.import_completions import import_completions
+
+    made = import_completions(source, name=name, rewards=reward, runs_dir=dir)
+    summary = {**asdict(made), "folder": str(made.folder), "rewards": list(made.rewards)}
+    if as_json:
+        write_json(summary)
+    else:
+        print_pairs([*(summary | {"rewards": ", ".join(made.rewards)}).items()])
