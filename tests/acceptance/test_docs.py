@@ -572,7 +572,7 @@ WITH_PYTHON = [page for page in ALONE if blocks(page, "python") and page.name no
 OF_NOTEBOOKS = [page for page in WITH_PYTHON if page.name == "notebooks.md"]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft 0.21, TRL 1.16
 @pytest.mark.parametrize(
     "page",
     [

@@ -73,15 +73,14 @@ def import_completions(
         )
     groups: dict[int, list[Group]] = {}
     examples: dict[str, int] = {}
-    draw = 0
-    for (step, prompt), members in groupby(rows, key=lambda row: (int(row["step"]), row["prompt"])):
+    by_prompt = groupby(rows, key=lambda row: (int(row["step"]), row["prompt"]))
+    for draw, ((step, prompt), members) in enumerate(by_prompt):
         index = examples.setdefault(json.dumps(prompt, sort_keys=True), len(examples))
         example = Example(index, _without_nulls(prompt))
         rollouts = tuple(
             _make_rollout(row, draw, member, rewards) for member, row in enumerate(members)
         )
         groups.setdefault(max(0, step - 1), []).append(Group(draw, example, rollouts))
-        draw += 1
     folder = RunFolder.create(
         runs_dir,
         name or source.resolve().stem,
