@@ -93,7 +93,10 @@ GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELO
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
-SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.md")
+SERVED = (
+    *("serve.md", "deploy-server.md", "openai-clients.md", "agents.md"),
+    "train-elsewhere.md",
+)
 """Pages that are followed from top to bottom, beside the server that they begin."""
 FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
@@ -955,11 +958,11 @@ def server_metrics() -> set[str]:
 
 
 TABLES: list[tuple[str, Callable[[], str]]] = [
-    ("serve.md", routes_table),
+    ("server-api.md", routes_table),
     ("serve.md", lambda: fields_table(StartRequest, "| setting | default | meaning |")),
-    ("serve.md", problems_table),
-    ("train-elsewhere.md", lambda: routes_table(parts_routes(cast("Any", None)))),
-    ("train-elsewhere.md", calls_table),
+    ("server-api.md", problems_table),
+    ("server-api.md", lambda: routes_table(parts_routes(cast("Any", None)))),
+    ("server-api.md", calls_table),
     ("deploy-server.md", lambda: fields_table(ServerConfig, "| key | default | meaning |")),
     # who may train at a server may act in a fleet: it is one role
     ("fleet-api.md", lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |")),
