@@ -63,8 +63,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links between docs/ and the top of the repository, as they are within the site; python.md with a directive for each of its names."""
     if page.file.src_uri in AT_THE_TOP:
         return markdown.replace("](docs/", "](")
+    up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_TOP:
-        markdown = markdown.replace(f"](../{name}", f"]({name}")
+        markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
     return described(markdown) if page.file.src_uri == "python.md" else markdown
 
 
