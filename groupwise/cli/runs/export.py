@@ -103,15 +103,15 @@ def import_(
         str | None, option(None, "Name of the new run; by default that of SOURCE.")
     ] = None,
     reward: Annotated[
-        list[str], option([], "Column that holds a reward; several times for several.")
-    ] = [],  # noqa: B006
+        list[str] | None, option(None, "Column that holds a reward; several times for several.")
+    ] = None,
     dir: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
     """Make a run of the completions that another trainer has logged, to look at it here."""
     from groupwise.training.review.import_completions import import_completions
 
-    made = import_completions(source, name=name, rewards=reward, runs_dir=dir)
+    made = import_completions(source, name=name, rewards=reward or (), runs_dir=dir)
     summary = {**asdict(made), "folder": str(made.folder), "rewards": list(made.rewards)}
     if as_json:
         write_json(summary)
