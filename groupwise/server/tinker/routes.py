@@ -12,7 +12,8 @@ import logging
 import reprlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -51,8 +52,8 @@ OF_ENGINES = ("usage", "not_there", "engine_failed")
 Authorise = Callable[[Request], None]
 """Raises a `Refusal` if the request is not allowed."""
 Handler = Callable[[Request], Awaitable[Response]]
-RouteHandler = Callable[["_Handlers", Request], Awaitable[Response]]
-BodyT = TypeVar("BodyT", bound=requests.Body)
+RouteHandler = Callable[..., Awaitable[BaseModel | Response]]
+"""A method of `_Handlers`: it is given the request, and the parsed body and query if the route declares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class VerbRoute:
     gives: str = ""
     """Description of the answer if it is a zip file."""
     reads: type[requests.Body] | None = None
+    is_large: bool = False
+    """Whether the body may be as large as the server reads."""
     query: type[requests.Body] | None = None
     bytes: str = ""
     """Description of the body if it is not JSON."""
@@ -104,15 +107,19 @@ def verb_routes(
     """Every route, and one that refuses all others below `PREFIX`. `service` must be open before the first request."""
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
 
-    def handling(route: VerbRoute) -> Handler:
-        return _guard(lambda request: route.handler(handlers, request), service, authorise)
+    async def healthz(request: Request) -> Response:
+        return _json_response(answers.Healthy())
 
     return [
         *(
-            Route(f"{PREFIX}{route.path}", handling(route), methods=[route.method])
+            Route(
+                f"{PREFIX}{route.path}",
+                _guard(partial(handlers.answer, route), service, authorise),
+                methods=[route.method],
+            )
             for route in ROUTES
         ),
-        Route(f"{PREFIX}/healthz", _healthz, methods=["GET"]),
+        Route(f"{PREFIX}/healthz", healthz, methods=["GET"]),
         Route(
             f"{PREFIX}/{{path:path}}",
             _guard(handlers.refuse, service, authorise),
@@ -127,21 +134,31 @@ class _Handlers:
         self._bodies = bodies
         self._poll = poll
 
+    async def answer(self, route: VerbRoute, request: Request) -> Response:
+        """Parse what the route declares, and call its handler."""
+        given: list[requests.Body] = []
+        if route.reads is not None:
+            given.append(await self._parse_body(request, route.reads, is_large=route.is_large))
+        if route.query is not None:
+            given.append(_parse_query(request, route.query))
+        answer = await route.handler(self, request, *given)
+        return answer if isinstance(answer, Response) else _json_response(answer)
+
     @_route("POST", "/client/config", answers.ClientConfig)
-    async def client_config(self, request: Request) -> Response:
+    async def client_config(self, request: Request) -> BaseModel:
         """Settings for the client. A body is not read."""
-        return _json_response(answers.ClientConfig())
+        return answers.ClientConfig()
 
     @_route("POST", "/client/dynamic_config", answers.DynamicConfig)
-    async def dynamic_config(self, request: Request) -> Response:
+    async def dynamic_config(self, request: Request) -> BaseModel:
         """Settings that may change while the client runs. A body is not read."""
-        return _json_response(answers.DynamicConfig())
+        return answers.DynamicConfig()
 
     @_route("GET", "/get_server_capabilities", answers.Capabilities)
-    async def capabilities(self, request: Request) -> Response:
+    async def capabilities(self, request: Request) -> BaseModel:
         """The base models of the server."""
         answer = {"supported_models": self._service.capabilities()}
-        return _json_response(answers.Capabilities.model_validate(answer))
+        return answers.Capabilities.model_validate(answer)
 
     @_route(
         "GET",
@@ -151,10 +168,9 @@ class _Handlers:
         gives="A zip file with what AutoTokenizer.from_pretrained reads.",
         codes=OF_ENGINES,
     )
-    async def tokenizer(self, request: Request) -> Response:
+    async def tokenizer(self, request: Request, query: requests.TokenizerOf) -> Response:
         """The tokenizer's files of a base, to be unpacked into a folder of its name, from which clients load it."""
-        base = _parse_query(request, requests.TokenizerOf).base_model
-        content = await self._service.zipped_tokenizer(base)
+        content = await self._service.zipped_tokenizer(query.base_model)
         return Response(content, media_type="application/zip")
 
     @_route(
@@ -164,9 +180,8 @@ class _Handlers:
         reads=requests.CreateSession,
         codes=(*OF_RECORDS, "engine_failed"),
     )
-    async def create_session(self, request: Request) -> Response:
+    async def create_session(self, request: Request, body: requests.CreateSession) -> BaseModel:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
-        body = await self._parse_body(request, requests.CreateSession)
         name = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
         facts: Facts | None = request.scope.get(SCOPE)
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
@@ -175,42 +190,38 @@ class _Handlers:
         session = await self._service.registry.create_session(
             key, caller, body.display_name, body.user_metadata
         )
-        return _json_response(answers.SessionMade(session_id=session))
+        return answers.SessionMade(session_id=session)
 
     @_route(
         "POST", "/session_heartbeat", answers.Heard, reads=requests.Heartbeat, codes=("not_there",)
     )
-    async def heartbeat(self, request: Request) -> Response:
+    async def heartbeat(self, request: Request, body: requests.Heartbeat) -> BaseModel:
         """Report that the client is alive."""
-        self._service.registry.heartbeat(
-            (await self._parse_body(request, requests.Heartbeat)).session_id
-        )
-        return _json_response(answers.Heard())
+        self._service.registry.heartbeat(body.session_id)
+        return answers.Heard()
 
     @_route("POST", "/sessions/{session}/finish", answers.Finished, codes=("engine_failed",))
-    async def finish(self, request: Request) -> Response:
+    async def finish(self, request: Request) -> BaseModel:
         """End the session and release its models. A body is not read. Safe to repeat."""
         await self._service.registry.finish(request.path_params["session"])
-        return _json_response(answers.Finished())
+        return answers.Finished()
 
     @_route("POST", "/telemetry", answers.Thrown, bytes="Anything; it is ignored.")
-    async def telemetry(self, request: Request) -> Response:
+    async def telemetry(self, request: Request) -> BaseModel:
         """Accepted and discarded: the client always sends it to its server."""
         await self._read_body(request)
-        return _json_response(answers.Thrown())
+        return answers.Thrown()
 
     @_route("POST", "/create_model", answers.Promise, reads=requests.CreateModel, codes=OF_CALLS)
-    async def create_model(self, request: Request) -> Response:
+    async def create_model(self, request: Request, body: requests.CreateModel) -> BaseModel:
         """Make a model with a new adapter."""
-        body = await self._parse_body(request, requests.CreateModel)
         await self._service.training.admit(body)
-        return await self._promise_answer(*self._service.training.create_model(body))
+        return await self._promise(*self._service.training.create_model(body))
 
     @_route("POST", "/get_info", answers.Info, reads=requests.GetInfo, codes=OF_ENGINES)
-    async def get_info(self, request: Request) -> Response:
+    async def get_info(self, request: Request, body: requests.GetInfo) -> BaseModel:
         """A model's base and adapter."""
-        model = (await self._parse_body(request, requests.GetInfo)).model_id
-        return _json_response(answers.Info.model_validate(await self._service.training.info(model)))
+        return answers.Info.model_validate(await self._service.training.info(body.model_id))
 
     @_route(
         "POST",
@@ -219,25 +230,25 @@ class _Handlers:
         bytes="The protobuf message `ForwardBackwardRequest` of the client.",
         codes=OF_CALLS,
     )
-    async def forward_backward(self, request: Request) -> Response:
+    async def forward_backward(self, request: Request) -> BaseModel:
         """Log-probabilities and loss of some data, with or without gradient."""
         forward = await read_body(await self._read_body(request), translate.read)
-        return await self._promise_answer(*self._service.training.forward_backward(forward))
+        return await self._promise(*self._service.training.forward_backward(forward))
 
     @_route("POST", "/optim_step", answers.Promise, reads=requests.OptimStep, codes=OF_CALLS)
-    async def optim_step(self, request: Request) -> Response:
+    async def optim_step(self, request: Request, body: requests.OptimStep) -> BaseModel:
         """Update a model with the accumulated gradient."""
-        return await self._call(request, requests.OptimStep, self._service.training.optim_step)
+        return await self._promise(*self._service.training.optim_step(body))
 
     @_route("POST", "/save_weights", answers.Promise, reads=requests.SaveWeights, codes=OF_CALLS)
-    async def save_weights(self, request: Request) -> Response:
+    async def save_weights(self, request: Request, body: requests.SaveWeights) -> BaseModel:
         """Save a model's weights and optimiser under a name."""
-        return await self._call(request, requests.SaveWeights, self._service.training.save_weights)
+        return await self._promise(*self._service.training.save_weights(body))
 
     @_route("POST", "/load_weights", answers.Promise, reads=requests.LoadWeights, codes=OF_CALLS)
-    async def load_weights(self, request: Request) -> Response:
+    async def load_weights(self, request: Request, body: requests.LoadWeights) -> BaseModel:
         """Load saved weights into a model, or into a new one."""
-        return await self._call(request, requests.LoadWeights, self._service.training.load_weights)
+        return await self._promise(*self._service.training.load_weights(body))
 
     @_route(
         "POST",
@@ -246,10 +257,9 @@ class _Handlers:
         reads=requests.SaveForSampler,
         codes=OF_CALLS,
     )
-    async def save_for_sampler(self, request: Request) -> Response:
+    async def save_for_sampler(self, request: Request, body: requests.SaveForSampler) -> BaseModel:
         """Save a model's weights for sampling."""
-        start = self._service.training.save_for_sampler
-        return await self._call(request, requests.SaveForSampler, start)
+        return await self._promise(*self._service.training.save_for_sampler(body))
 
     @_route(
         "POST",
@@ -258,27 +268,24 @@ class _Handlers:
         reads=requests.CreateSampler,
         codes=(*OF_RECORDS, *OF_ENGINES),
     )
-    async def create_sampler(self, request: Request) -> Response:
+    async def create_sampler(self, request: Request, body: requests.CreateSampler) -> BaseModel:
         """Make a sampler from saved weights, or from a base model."""
-        sampler = await self._service.sampling.create_sampler(
-            await self._parse_body(request, requests.CreateSampler)
-        )
-        return _json_response(answers.SamplerMade(sampling_session_id=sampler))
+        sampler = await self._service.sampling.create_sampler(body)
+        return answers.SamplerMade(sampling_session_id=sampler)
 
     @_route("GET", "/samplers/{sampler}", answers.SamplerInfo, codes=("not_there",))
-    async def sampler(self, request: Request) -> Response:
+    async def sampler(self, request: Request) -> BaseModel:
         """The model of a sampler."""
         description = self._service.sampling.sampler(request.path_params["sampler"])
-        return _json_response(answers.SamplerInfo.model_validate(description))
+        return answers.SamplerInfo.model_validate(description)
 
     @_route(
         "POST", "/weights_info", answers.AboutWeights, reads=requests.WeightsInfo, codes=OF_ENGINES
     )
-    async def weights_info(self, request: Request) -> Response:
+    async def weights_info(self, request: Request, body: requests.WeightsInfo) -> BaseModel:
         """The kind of model that saved the weights at a path."""
-        path = (await self._parse_body(request, requests.WeightsInfo)).tinker_path
-        description = await self._service.training.weights_info(path)
-        return _json_response(answers.AboutWeights.model_validate(description))
+        description = await self._service.training.weights_info(body.tinker_path)
+        return answers.AboutWeights.model_validate(description)
 
     @_route(
         "GET",
@@ -287,10 +294,9 @@ class _Handlers:
         query=requests.Scope,
         codes=("not_there", *OF_RECORDS),
     )
-    async def training_run(self, request: Request) -> Response:
+    async def training_run(self, request: Request, query: requests.Scope) -> BaseModel:
         """One model that a client has trained; also after its session has ended."""
-        _parse_query(request, requests.Scope)
-        return _json_response(await self._service.rest.training_run(request.path_params["run"]))
+        return await self._service.rest.training_run(request.path_params["run"])
 
     @_route(
         "GET",
@@ -299,10 +305,9 @@ class _Handlers:
         query=requests.ScopedPage,
         codes=OF_RECORDS,
     )
-    async def list_training_runs(self, request: Request) -> Response:
+    async def list_training_runs(self, request: Request, page: requests.ScopedPage) -> BaseModel:
         """Every model that clients have trained, the newest first."""
-        page = _parse_query(request, requests.ScopedPage)
-        return _json_response(await self._service.rest.training_runs(page))
+        return await self._service.rest.training_runs(page)
 
     @_route(
         "GET",
@@ -311,30 +316,27 @@ class _Handlers:
         query=requests.Scope,
         codes=("not_there", *OF_RECORDS),
     )
-    async def session(self, request: Request) -> Response:
+    async def session(self, request: Request, query: requests.Scope) -> BaseModel:
         """One session; also after it has ended."""
-        _parse_query(request, requests.Scope)
-        return _json_response(await self._service.rest.session(request.path_params["session"]))
+        return await self._service.rest.session(request.path_params["session"])
 
     @_route("GET", "/sessions", answers.SessionList, query=requests.ScopedPage, codes=OF_RECORDS)
-    async def list_sessions(self, request: Request) -> Response:
+    async def list_sessions(self, request: Request, page: requests.ScopedPage) -> BaseModel:
         """The ids of all sessions, the newest first."""
-        page = _parse_query(request, requests.ScopedPage)
-        return _json_response(await self._service.rest.sessions(page))
+        return await self._service.rest.sessions(page)
 
     @_route("GET", "/training_runs/{run}/checkpoints", answers.CheckpointList, codes=("usage",))
-    async def list_checkpoints(self, request: Request) -> Response:
+    async def list_checkpoints(self, request: Request) -> BaseModel:
         """The named checkpoints of a model, the oldest first; also after its session has ended."""
         run = request.path_params["run"]
         if not MODEL.fullmatch(run):
             raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
-        return _json_response(await self._service.rest.checkpoints_of(run))
+        return await self._service.rest.checkpoints_of(run)
 
     @_route("GET", "/checkpoints", answers.CheckpointList, query=requests.Page)
-    async def list_all_checkpoints(self, request: Request) -> Response:
+    async def list_all_checkpoints(self, request: Request, page: requests.Page) -> BaseModel:
         """The named checkpoints of all models, the newest first."""
-        page = _parse_query(request, requests.Page)
-        return _json_response(await self._service.rest.all_checkpoints(page))
+        return await self._service.rest.all_checkpoints(page)
 
     @_route(
         "DELETE",
@@ -342,10 +344,10 @@ class _Handlers:
         answers.Done,
         codes=("usage", "not_there", *OF_RECORDS),
     )
-    async def delete_checkpoint(self, request: Request) -> Response:
+    async def delete_checkpoint(self, request: Request) -> BaseModel:
         """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
         await self._service.checkpoints.delete(_checkpoint_of(request))
-        return _json_response(answers.Done())
+        return answers.Done()
 
     @_route(
         "PUT",
@@ -354,33 +356,31 @@ class _Handlers:
         reads=requests.SetTtl,
         codes=("not_there", *OF_RECORDS),
     )
-    async def set_checkpoint_ttl(self, request: Request) -> Response:
+    async def set_checkpoint_ttl(self, request: Request, body: requests.SetTtl) -> BaseModel:
         """Let a checkpoint expire after this many seconds; null: never."""
-        ttl = (await self._parse_body(request, requests.SetTtl)).ttl_seconds
-        await self._service.checkpoints.set_ttl(_checkpoint_of(request), ttl)
-        return _json_response(answers.Done())
+        await self._service.checkpoints.set_ttl(_checkpoint_of(request), body.ttl_seconds)
+        return answers.Done()
 
     @_route(
         "GET", "/billing/usage/checkpoints/current", answers.StorageUsage, query=requests.NoQuery
     )
-    async def storage_usage(self, request: Request) -> Response:
+    async def storage_usage(self, request: Request, query: requests.NoQuery) -> BaseModel:
         """The disk space that checkpoints use on the server."""
-        _parse_query(request, requests.NoQuery)
-        return _json_response(await self._service.rest.storage_usage())
+        return await self._service.rest.storage_usage()
 
     @_route(
         "POST",
         "/asample",
         answers.SamplePromise,
         reads=requests.Sample,
+        is_large=True,
         codes=(*OF_CALLS, "engine_failed"),
     )
-    async def sample(self, request: Request) -> Response:
+    async def sample(self, request: Request, body: requests.Sample) -> BaseModel:
         """Complete a prompt, or compute its log-probabilities."""
-        body = await self._parse_body(request, requests.Sample, is_large=True)
         id, sequences = await self._service.sampling.sample(body)
         await self._service.wait_until_persisted(id)
-        return _json_response(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
+        return answers.SamplePromise(request_id=id, sample_sequence_ids=sequences)
 
     @_route(
         "POST",
@@ -389,15 +389,14 @@ class _Handlers:
         reads=requests.Retrieve,
         codes=("unknown_answer", "answer_gone"),
     )
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, request: Request, body: requests.Retrieve) -> BaseModel | Response:
         """The result of a call; 408 if it has none after a while."""
-        id = (await self._parse_body(request, requests.Retrieve)).request_id
-        answer = await self._service.answer(id, self._poll)
+        answer = await self._service.answer(body.request_id, self._poll)
         if answer is None:
-            return _json_response(answers.TryAgain(request_id=id), 408)
+            return _json_response(answers.TryAgain(request_id=body.request_id), 408)
         if answer.state == "failed":
             category = "user" if answer.media_type == "user" else "server"
-            return _json_response(answers.Failed(error=answer.body.decode(), category=category))
+            return answers.Failed(error=answer.body.decode(), category=category)
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
@@ -408,20 +407,14 @@ class _Handlers:
             f"There is no route {request.method} {request.url.path[:200]}."
         )
 
-    async def _call(
-        self, request: Request, kind: type[BodyT], start: Callable[[BodyT], tuple[str, str]]
-    ) -> Response:
-        """Start a call, and promise its answer."""
-        return await self._promise_answer(*start(await self._parse_body(request, kind)))
-
-    async def _promise_answer(self, model: str, id: str) -> Response:
+    async def _promise(self, model: str, id: str) -> BaseModel:
+        """The answer to a call that was started and is stored: its result is retrieved later."""
         await self._service.wait_until_persisted(id)
-        return _json_response(answers.Promise(request_id=id, model_id=model))
+        return answers.Promise(request_id=id, model_id=model)
 
     async def _parse_body(
-        self, request: Request, kind: type[BodyT], *, is_large: bool = False
-    ) -> BodyT:
-        """`is_large`: True if the body may be as large as the server reads."""
+        self, request: Request, kind: type[requests.Body], *, is_large: bool
+    ) -> requests.Body:
         try:
             body = await self._read_body(request, None if is_large else SMALL_BODY)
             return await read_body(body, lambda text: kind.model_validate(parse(text)))
@@ -469,7 +462,7 @@ def _refusal_response(request: Request, service: VerbService, error: Exception) 
     return _json_response(answers.Refused(code=code, message=message), CODES[code].status, headers)
 
 
-def _parse_query(request: Request, kind: type[BodyT]) -> BodyT:
+def _parse_query(request: Request, kind: type[requests.Body]) -> requests.Body:
     """The parameters behind `?`. UsageError names the wrong ones."""
     try:
         return kind.model_validate(dict(request.query_params))
@@ -489,10 +482,6 @@ def _checkpoint_of(request: Request) -> Stored:
     """The checkpoint that the address names. UsageError if it is malformed."""
     named = request.path_params
     return stored_at(f"{SCHEME}{named['run']}/{named['kind']}/{named['name']}")
-
-
-async def _healthz(request: Request) -> Response:
-    return _json_response(answers.Healthy())
 
 
 def _json_response(
