@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -87,12 +87,23 @@ class ResultsFolder:
         `has_ended`, all that it has."""
         offered = set(available)
         self._set_aside(fetched, offered, attempt, has_ended=has_ended)
-        self._publish_files(fetched)
+        # Complete files move to their names, a checkpoint's manifest after its other files.
+        ordered = sorted(fetched, key=lambda path: PurePosixPath(path).name == MANIFEST)
+        for path in ordered:
+            target = self.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (self.incoming / path).replace(target)
+        for parent in {(self.folder / path).parent for path in ordered}:
+            sync_folder(parent)
         for path, entry in available.items():
             if self._exists(path):
                 self.fetched[path] = FetchedFile(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
-        self._write_note()
+        note = self.folder / INCOMING / NOTE
+        new = note.with_suffix(".new")
+        files = {path: [file.attempt, file.sha256] for path, file in self.fetched.items()}
+        new.write_text(json.dumps({"of": self.owner, "files": files}, sort_keys=True), "utf-8")
+        new.replace(note)
 
     def write_files(self, files: Mapping[str, bytes], attempt: int) -> None:
         """Write files about an attempt that are made here; files of earlier attempts under these names are moved to `earlier/` too."""
@@ -165,23 +176,6 @@ class ResultsFolder:
             for folder in sorted({(self.folder / file).parent for file in files}, reverse=True):
                 with suppress(OSError):
                     folder.rmdir()
-
-    def _write_note(self) -> None:
-        note = self.folder / INCOMING / NOTE
-        new = note.with_suffix(".new")
-        files = {path: [file.attempt, file.sha256] for path, file in self.fetched.items()}
-        new.write_text(json.dumps({"of": self.owner, "files": files}, sort_keys=True), "utf-8")
-        new.replace(note)
-
-    def _publish_files(self, files: Iterable[str]) -> None:
-        """Move complete files to their names, a checkpoint's manifest after its other files."""
-        ordered = sorted(files, key=lambda path: PurePosixPath(path).name == MANIFEST)
-        for path in ordered:
-            target = self.folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (self.incoming / path).replace(target)
-        for parent in {(self.folder / path).parent for path in ordered}:
-            sync_folder(parent)
 
 
 def is_allowed_path(path: str) -> bool:

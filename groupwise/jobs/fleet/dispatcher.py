@@ -447,23 +447,20 @@ class GlobalJobDispatcher:
 
         async def one(machine: Machine) -> None:
             async with limit:
-                await self._reconcile_one(machine)
+                try:
+                    runner = self._runner_for(machine)
+                    attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
+                    await self._deal_with_strays(machine, runner, attempts)
+                    if machine.lost:
+                        await self._return_to_use(machine, runner)
+                except HostError as error:
+                    log.debug("%s is not reconciled: %s", machine.vm_id, error)
+                except RunError as error:
+                    log.warning("%s is not reconciled: %s", machine.vm_id, error)
+                except Exception:  # a row written by hand must not keep others from it
+                    log.exception("%s is not reconciled", machine.vm_id)
 
         await asyncio.gather(*(one(machine) for machine in machines))
-
-    async def _reconcile_one(self, machine: Machine) -> None:
-        try:
-            runner = self._runner_for(machine)
-            attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
-            await self._deal_with_strays(machine, runner, attempts)
-            if machine.lost:
-                await self._return_to_use(machine, runner)
-        except HostError as error:
-            log.debug("%s is not reconciled: %s", machine.vm_id, error)
-        except RunError as error:
-            log.warning("%s is not reconciled: %s", machine.vm_id, error)
-        except Exception:  # a row written by hand must not keep others from being reconciled
-            log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
         self, machine: Machine, runner: Runner, attempts: Sequence[MemberState]

@@ -82,7 +82,9 @@ class RequeueManager:
         repairs: dict[str, Callable[[Session], int]] = {
             "running without a live attempt": lambda s: move_strays(s, self._chance),
             "reserved for what is over": close_leaked,
-            "never admitted": lambda s: admit_late(s, self._secrets),
+            "never admitted": lambda s: min(
+                admission.admit_new(s, AT_ONCE, self._secrets), AT_ONCE - 1
+            ),
             "waiting although they could begin": wake_waiting,
             "still running on a machine as an attempt that no table has": hold_back,
             "waiting longer than any pause": shorten_pauses,
@@ -223,11 +225,6 @@ def close_leaked(session: Session) -> int:
         )
     requeue_pending.wake(session, vm_ids={row.vm_id for row in rows}, actor=ACTOR)
     return len(rows)
-
-
-def admit_late(session: Session, secrets: AllowedSecrets) -> int:
-    """Admit new rows, which dispatchers do too if any run; one batch in each sweep."""
-    return min(admission.admit_new(session, AT_ONCE, secrets), AT_ONCE - 1)
 
 
 def wake_waiting(session: Session) -> int:

@@ -153,7 +153,12 @@ class WebhookOutlet:
             if not delivery.is_queued and max(delivery.next_at, destination.next_at) <= now:
                 delivery.is_queued = True
                 destination.queue[end.event_id] = end
-        self._start_workers()
+        for destination in self._destinations.values():
+            max_workers = min(
+                MAX_PER_DESTINATION if destination.has_answered else 1, len(destination.queue)
+            )
+            while len(destination.workers) < max_workers:
+                destination.workers.add(asyncio.create_task(self._deliver_queued(destination)))
         if workers := [
             worker for destination in self._destinations.values() for worker in destination.workers
         ]:
@@ -174,14 +179,6 @@ class WebhookOutlet:
             )
         )
         await self._http.aclose()
-
-    def _start_workers(self) -> None:
-        for destination in self._destinations.values():
-            max_workers = min(
-                MAX_PER_DESTINATION if destination.has_answered else 1, len(destination.queue)
-            )
-            while len(destination.workers) < max_workers:
-                destination.workers.add(asyncio.create_task(self._deliver_queued(destination)))
 
     def _remove_ended_workers(self) -> None:
         """Forget workers that have ended. Raises the error of one that failed."""

@@ -68,9 +68,13 @@ class SavedFolders:
         try:
             description: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            folder = self._model_folder(stored.model) / stored.kind
+            saved_names = sorted(
+                path.name for path in folder.glob("[A-Za-z0-9]*") if (path / DESCRIPTION).is_file()
+            )
             raise UsageError(
                 f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}. It has saved: "
-                f"{', '.join(self._saved_names(stored)) or 'nothing of this kind'}."
+                f"{', '.join(saved_names) or 'nothing of this kind'}."
             ) from None
         return Saved(
             ModelSpec(**description["spec"]), description["fingerprint"], description["call"]
@@ -136,9 +140,3 @@ class SavedFolders:
 
     def _model_folder(self, model: str) -> Path:
         return self._root / model.replace(":", "_")
-
-    def _saved_names(self, stored: Stored) -> list[str]:
-        folder = self._model_folder(stored.model) / stored.kind
-        return sorted(
-            path.name for path in folder.glob("[A-Za-z0-9]*") if (path / DESCRIPTION).is_file()
-        )

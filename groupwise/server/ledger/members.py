@@ -183,7 +183,18 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
     elif row.rewards is not None and row.rewards[member] == post.rewards[0]:
         return Posted(row.id, False, row.state, dict(post.answer))
     else:
-        _check_open(transaction, row, member)
+        if row.state == "given_up":
+            raise Refusal(
+                "group_given_up", f"group {row.id} was given up; no rewards are taken for it."
+            )
+        if row.rewards is not None:
+            raise _already_rewarded(f"{row.id}-{member}", row.rewards[member])
+        require_active(transaction, row.run)
+        if row.state == "expired" or row.lease_end <= transaction.uptime:
+            raise Refusal(
+                "lease_expired",
+                f"the lease of group {row.id} has expired: this reward came too late. `lease_seconds` of /start sets the time.",
+            )
     transaction.insert(
         "member_rewards",
         id=row.id,
@@ -209,21 +220,6 @@ def _handed_out_group(transaction: Transaction, post: Post, member: int) -> Grou
             "invalid_request", problem, errors=[FieldError(field=post.field, message=problem)]
         )
     return read_group(transaction, group)
-
-
-def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
-    if row.state == "given_up":
-        raise Refusal(
-            "group_given_up", f"group {row.id} was given up; no rewards are taken for it."
-        )
-    if row.rewards is not None:
-        raise _already_rewarded(f"{row.id}-{member}", row.rewards[member])
-    require_active(transaction, row.run)
-    if row.state == "expired" or row.lease_end <= transaction.uptime:
-        raise Refusal(
-            "lease_expired",
-            f"the lease of group {row.id} has expired: this reward came too late. `lease_seconds` of /start sets the time.",
-        )
 
 
 def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:

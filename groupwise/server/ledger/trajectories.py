@@ -118,7 +118,14 @@ def place_if_begun(transaction: Transaction, call: Call, lease: float) -> Place 
         return None
     group, member = trajectory
     row = read_group(transaction, group)
-    _check_group_name(transaction, call, group)
+    name = transaction.value("SELECT name FROM handed_out WHERE id = ?", (group,))
+    if call.group is not None and name != group_name(call.group):
+        own = name.removeprefix(group_name(""))
+        raise Refusal(
+            "settings_conflict",
+            f"the trajectory {call.trajectory[:80]!r} was begun in the group {own[:80]!r}, not in {call.group[:80]!r}. Each trajectory "
+            "has a name of its own.",
+        )
     _check_under_way(transaction, row, member, f"the trajectory {call.trajectory[:80]!r}")
     return _next_turn(transaction, row, member, lease)
 
@@ -258,17 +265,6 @@ def withdraw(transaction: Transaction, place: Place) -> bool:
     return True
 
 
-def _check_group_name(transaction: Transaction, call: Call, group: str) -> None:
-    name = transaction.value("SELECT name FROM handed_out WHERE id = ?", (group,))
-    if call.group is not None and name != group_name(call.group):
-        own = name.removeprefix(group_name(""))
-        raise Refusal(
-            "settings_conflict",
-            f"the trajectory {call.trajectory[:80]!r} was begun in the group {own[:80]!r}, not in {call.group[:80]!r}. Each trajectory "
-            "has a name of its own.",
-        )
-
-
 def _check_under_way(transaction: Transaction, row: GroupRow, member: int, what: str) -> None:
     rewarded = transaction.value(
         "SELECT count(*) FROM member_rewards WHERE id = ? AND member = ?", (row.id, member)
@@ -379,7 +375,15 @@ def member_of_calls(
         (group, *members),
     )
     if rewarded:
-        _check_same_calls(transaction, group, members, calls)
+        rows = transaction.all(
+            "SELECT call FROM turns WHERE id = ? AND member = ? ORDER BY position",
+            (group, members[0]),
+        )
+        if len(members) > 1 or [call for (call,) in rows] != list(calls):
+            raise Refusal(
+                "already_rewarded",
+                f"a trajectory with one of these calls, but not exactly these, was rewarded before: {', '.join(call for (call,) in rows)}.",
+            )
     elif read_group(transaction, group).rewards is None:
         _set_calls(transaction, group, members, calls)
     return group, member
@@ -398,19 +402,6 @@ def _owner_of_call(transaction: Transaction, call: str) -> tuple[str, int, str |
             f'metadata {{"trajectory": "{BY_IDS}", "group": …}}.',
         )
     return owner
-
-
-def _check_same_calls(
-    transaction: Transaction, group: str, members: Sequence[int], calls: Sequence[str]
-) -> None:
-    rows = transaction.all(
-        "SELECT call FROM turns WHERE id = ? AND member = ? ORDER BY position", (group, members[0])
-    )
-    if len(members) > 1 or [call for (call,) in rows] != list(calls):
-        raise Refusal(
-            "already_rewarded",
-            f"a trajectory with one of these calls, but not exactly these, was rewarded before: {', '.join(call for (call,) in rows)}.",
-        )
 
 
 def _set_calls(

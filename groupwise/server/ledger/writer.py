@@ -125,7 +125,15 @@ class Ledger:
                 break
             self._run_batch(batch)
             _resolve(batch)
-        self._store_uptime_and_close()
+        # Store the uptime if the disk allows it; otherwise leases last slightly longer.
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            store_uptime(self._transaction())
+            atomic_files.commit(self._connection, "tick")
+        except sqlite3.Error:
+            self._rollback()
+        finally:
+            self._connection.close()
 
     def _run_batch(self, batch: Sequence[_Job]) -> None:
         """Set the result or error of each job; never raises, because the thread must survive."""
@@ -176,17 +184,6 @@ class Ledger:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:  # already rolled back; if not, the next BEGIN fails and reports it
             return
-
-    def _store_uptime_and_close(self) -> None:
-        """Store the uptime if the disk allows it; otherwise leases last slightly longer."""
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            store_uptime(self._transaction())
-            atomic_files.commit(self._connection, "tick")
-        except sqlite3.Error:
-            self._rollback()
-        finally:
-            self._connection.close()
 
 
 def _resolve(batch: Sequence[_Job]) -> None:

@@ -215,7 +215,14 @@ class StreamedResponse(Response):
                 try:
                     item = await anext(stream)
                 except Exception as error:
-                    await send_body(encoder.error_chunk(_refusal_within_stream(scope, error)))
+                    # The error as the client receives it; it is counted and logged like the error of an ordinary answer.
+                    facts, shared = facts_of(scope), cast("Shared", scope["app"].state.shared)
+                    refusal = error if isinstance(error, Refusal) else shared.refusal_of(error)
+                    if refusal is None:
+                        logger.error("request %s failed", facts.request_id, exc_info=error)
+                        refusal = Refusal("internal")
+                    facts.code = refusal.code
+                    await send_body(encoder.error_chunk(refusal))
                     await send({"type": "http.response.body", "body": b""})
                     raise FailureSent from error
             assert item.completed is not None, "a stream ends with what it sampled"
@@ -232,17 +239,6 @@ class StreamedResponse(Response):
 
 class FailureSent(Exception):
     """A stream has ended with the event of a failure."""
-
-
-def _refusal_within_stream(scope: Scope, error: Exception) -> Refusal:
-    """The error as the client receives it; it is counted and logged like the error of an ordinary answer."""
-    facts, shared = facts_of(scope), cast("Shared", scope["app"].state.shared)
-    refusal = error if isinstance(error, Refusal) else shared.refusal_of(error)
-    if refusal is None:
-        logger.error("request %s failed", facts.request_id, exc_info=error)
-        refusal = Refusal("internal")
-    facts.code = refusal.code
-    return refusal
 
 
 def openai_routes(service: OpenAIService) -> tuple[Route, ...]:

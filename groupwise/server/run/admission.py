@@ -51,10 +51,6 @@ class Capacity:
         """Step count of the policy that samples the draw, for all clients and at all times; None with manual steps: the newest policy."""
         return None if self.manual else max(0, draw // self.groups_per_step - self.staleness)
 
-    def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
-        """True if the draw's turn has come."""
-        return self.manual or draw < self.first_too_early(steps_done, lost)
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -223,4 +219,7 @@ class Admission:
 
     def _is_due(self, draw: int | None) -> bool:
         traffic = self._traffic
-        return draw is None or self.limits.in_time(draw, traffic.steps_done, traffic.lost)
+        return draw is None or (
+            self.limits.manual
+            or draw < self.limits.first_too_early(traffic.steps_done, traffic.lost)
+        )

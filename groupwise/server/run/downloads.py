@@ -76,20 +76,16 @@ def _zip_chunks(files: Sequence[OpenFile]) -> Iterator[bytes]:
     out = _Pipe()
     with zipfile.ZipFile(out, "w") as archive:
         for entry in files:
-            with archive.open(_zip_info(entry), "w", force_zip64=entry.size >= LARGE) as target:
+            info = zipfile.ZipInfo(entry.name, FIRST_DATE)
+            is_stored = entry.name.endswith(STORED)
+            info.compress_type = zipfile.ZIP_STORED if is_stored else zipfile.ZIP_DEFLATED
+            info.external_attr = READABLE << 16
+            info.file_size = entry.size
+            with archive.open(info, "w", force_zip64=entry.size >= LARGE) as target:
                 while chunk := entry.file.read(CHUNK):
                     target.write(chunk)
                     yield out.take()
     yield out.take()
-
-
-def _zip_info(entry: OpenFile) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(entry.name, FIRST_DATE)
-    is_stored = entry.name.endswith(STORED)
-    info.compress_type = zipfile.ZIP_STORED if is_stored else zipfile.ZIP_DEFLATED
-    info.external_attr = READABLE << 16
-    info.file_size = entry.size
-    return info
 
 
 class _Pipe:

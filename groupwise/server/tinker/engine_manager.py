@@ -365,7 +365,17 @@ class VerbEngineHost:
             engine.created_models.add(model)
             try:
                 for kind, content in calls_to_repeat:
-                    await _repeat_call(engine, model, kind, content)
+                    # Repeat a call whose answer the client already has.
+                    if kind == FORWARD_BACKWARD:
+                        forward = (await read_body(content, translate.read)).forward
+                        assert isinstance(forward, translate.Forward)  # because it was answered
+                        await engine.call("forward_backward", model, [*forward.rows], forward.loss)
+                    elif kind == requests.OptimStep.__name__:
+                        params = optimiser_of(requests.OptimStep.model_validate_json(content))
+                        await engine.call("optim_step", model, params)
+                    else:
+                        # Every other kind of call keeps the model's state at once, so it never has to be repeated.
+                        raise AssertionError(f"{kind} cannot be repeated")
             except BaseException:
                 await self._drop_half_done(engine, model)
                 raise
@@ -454,17 +464,3 @@ class VerbEngineHost:
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
                 await self._supervisor.pause(error)
-
-
-async def _repeat_call(engine: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
-    """Repeat a call whose answer the client already has."""
-    if kind == FORWARD_BACKWARD:
-        forward = (await read_body(content, translate.read)).forward
-        assert isinstance(forward, translate.Forward)  # because it was answered
-        await engine.call("forward_backward", model, [*forward.rows], forward.loss)
-    elif kind == requests.OptimStep.__name__:
-        params = optimiser_of(requests.OptimStep.model_validate_json(content))
-        await engine.call("optim_step", model, params)
-    else:
-        # Every other kind of call keeps the model's state at once, so it never has to be repeated.
-        raise AssertionError(f"{kind} cannot be repeated")

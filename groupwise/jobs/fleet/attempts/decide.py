@@ -189,7 +189,11 @@ def decide(view: View) -> tuple[Effect, ...]:
         case AttemptState.COLLECTING:
             return _decide_collecting(view)
         case AttemptState.ENDED:
-            return _decide_ended(view)
+            effects: list[Effect] = []
+            for member in view.members:
+                if not member.released:
+                    effects.extend(_towards_release(member))
+            return tuple(effects)
 
 
 def over(view: View) -> bool:
@@ -311,14 +315,6 @@ def _decide_collecting(view: View) -> tuple[Effect, ...]:
     if end.outcome is Outcome.CANCELLED:
         return _once_still(view, end)
     return (end,)
-
-
-def _decide_ended(view: View) -> tuple[Effect, ...]:
-    effects: list[Effect] = []
-    for member in view.members:
-        if not member.released:
-            effects.extend(_towards_release(member))
-    return tuple(effects)
 
 
 def _towards_release(member: MemberView) -> tuple[Effect, ...]:

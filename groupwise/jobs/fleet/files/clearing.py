@@ -82,7 +82,13 @@ def clear_away(
         if blobs is None:
             return 0
         freed = store.collect(blobs | needed_hashes, now=now)
-        forget_rights(database, store)
+        # Rights to blobs that are gone go too. A blob that was sent again meanwhile has a new right, which is too young to be
+        # deleted.
+        hashes = database.read(partial(rights.old, age=SPARED))
+        missing = [sha256 for sha256 in hashes if sha256 not in store]
+        for start in range(0, len(missing), READ_AT_ONCE):
+            portion = missing[start : start + READ_AT_ONCE]
+            database.run(partial(rights.forget, hashes=portion, age=SPARED))
         return freed
 
 
@@ -145,15 +151,6 @@ def _hashes_in(session: Session, query: Any) -> Iterator[str]:
             for entry in cast("dict[str, Any]", manifest).values():
                 if isinstance(entry, list) and entry:
                     yield str(cast("list[Any]", entry)[0])
-
-
-def forget_rights(database: Database, store: BlobStore) -> None:
-    """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to be deleted."""
-    hashes = database.read(partial(rights.old, age=SPARED))
-    missing = [sha256 for sha256 in hashes if sha256 not in store]
-    for start in range(0, len(missing), READ_AT_ONCE):
-        portion = missing[start : start + READ_AT_ONCE]
-        database.run(partial(rights.forget, hashes=portion, age=SPARED))
 
 
 # --- logs and artefacts ---------------------------------------------------------------------------

@@ -83,7 +83,20 @@ def apply(
         return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
     was_usable = _is_usable(vm) and was_fresh
-    _record_answer(session, vm, observation)
+    if vm.boot_id is not None and vm.boot_id != observation.boot_id:
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=events.VM_REBOOTED,
+            vm_id=vm.vm_id,
+            before={"boot_id": vm.boot_id},
+            after={"boot_id": observation.boot_id},
+        )
+    vm.boot_id = observation.boot_id
+    contact_before = vm.contact
+    vm.contact, vm.misses, vm.unreachable_since, vm.seen_host_key = Contact.OK, 0, None, None
+    if contact_before != Contact.OK:
+        _append_event(session, vm, events.VM_REACHABLE, contact_before)
     known = session.scalar(select(func.count(GPU.gpu_id)).where(GPU.vm_id == vm_id)) or 0
     vm.degraded, vm.problem = (False, None) if vm.engine else probe_problem(observation, known)
     vm.observed_round = asked_at
@@ -206,23 +219,6 @@ def _trust_key(session: Session, vm: VM, host_key: keys.HostKey, reason: str) ->
 
 def _is_usable(vm: VM) -> bool:
     return vm.contact == Contact.OK and not vm.degraded
-
-
-def _record_answer(session: Session, vm: VM, observation: Observation) -> None:
-    if vm.boot_id is not None and vm.boot_id != observation.boot_id:
-        events.append(
-            session,
-            actor=ACTOR,
-            kind=events.VM_REBOOTED,
-            vm_id=vm.vm_id,
-            before={"boot_id": vm.boot_id},
-            after={"boot_id": observation.boot_id},
-        )
-    vm.boot_id = observation.boot_id
-    contact_before = vm.contact
-    vm.contact, vm.misses, vm.unreachable_since, vm.seen_host_key = Contact.OK, 0, None, None
-    if contact_before != Contact.OK:
-        _append_event(session, vm, events.VM_REACHABLE, contact_before)
 
 
 def _machine_facts(
@@ -403,7 +399,14 @@ def _write_gpus(
     twins = _find_twins(session, vm, uuids)
     for seen_gpu in {gpu.uuid: gpu for gpu in observation.gpus}.values():
         gpu = rows[seen_gpu.uuid]
-        _copy_readings(gpu, seen_gpu, now)
+        # Keep constant properties that a probe leaves out; reset changing ones, which are then unknown.
+        gpu.index = seen_gpu.index
+        gpu.model = seen_gpu.model or gpu.model
+        gpu.memory_mb = seen_gpu.memory_mb if seen_gpu.memory_mb is not None else gpu.memory_mb
+        gpu.memory_used_mb = seen_gpu.memory_used_mb
+        gpu.utilisation = seen_gpu.utilisation
+        gpu.temperature = seen_gpu.temperature
+        gpu.observed_at = now
         apps = [app for app in observation.apps if app.uuid == seen_gpu.uuid]
         verdict = _judge_gpu(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
         if uuids.count(seen_gpu.uuid) > 1:
@@ -452,17 +455,6 @@ def _find_twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str
         )
     )  # fmt: skip
     return dict(rows.all())
-
-
-def _copy_readings(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
-    """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
-    gpu.index = seen_gpu.index
-    gpu.model = seen_gpu.model or gpu.model
-    gpu.memory_mb = seen_gpu.memory_mb if seen_gpu.memory_mb is not None else gpu.memory_mb
-    gpu.memory_used_mb = seen_gpu.memory_used_mb
-    gpu.utilisation = seen_gpu.utilisation
-    gpu.temperature = seen_gpu.temperature
-    gpu.observed_at = now
 
 
 def _judge_gpu(

@@ -173,7 +173,19 @@ def plan_of(options: PrepareOptions) -> Plan:
     """Make the plan. Raises UsageError for options that cannot work."""
     _check_options(options)
     wheels = tuple(path.absolute() for path in options.wheels)
-    names = _names_of_wheels(wheels)
+    by_name: dict[str, Path] = {}
+    for path in wheels:
+        if not path.is_file():
+            raise UsageError(f"--wheel {path}: there is no such file.")
+        name = name_of_wheel(path)
+        if name == NAME:
+            raise UsageError(
+                f"--wheel {path}: groupwise is packed from this installation; run the one that the machine is to have."
+            )
+        if name in by_name:
+            raise UsageError(f"--wheel: {path.name} and {by_name[name].name} are both {name}.")
+        by_name[name] = path
+    names = set(by_name)
     if options.lock is not None:
         lock = read_lock(options.lock, names)
     else:
@@ -252,23 +264,6 @@ def _check_address(url: str) -> None:
         raise UsageError(
             f"{url[:200]}: the address of a package index is expected, as https://pypi.org/simple."
         )
-
-
-def _names_of_wheels(wheels: Sequence[Path]) -> set[str]:
-    """The distributions in these wheels. Raises UsageError if a file is missing, is groupwise itself, or is given twice."""
-    by_name: dict[str, Path] = {}
-    for path in wheels:
-        if not path.is_file():
-            raise UsageError(f"--wheel {path}: there is no such file.")
-        name = name_of_wheel(path)
-        if name == NAME:
-            raise UsageError(
-                f"--wheel {path}: groupwise is packed from this installation; run the one that the machine is to have."
-            )
-        if name in by_name:
-            raise UsageError(f"--wheel: {path.name} and {by_name[name].name} are both {name}.")
-        by_name[name] = path
-    return set(by_name)
 
 
 def _wheels_in(folder: Path) -> tuple[Path, ...]:

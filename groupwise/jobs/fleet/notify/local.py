@@ -60,7 +60,22 @@ class LocalDoorbell:
             names = [n for n in os.listdir(self._folder) if n.startswith(f"{self._system}-")]
             other_names = [n for n in names if n != self._name]
             if other_names:
-                _send_datagrams(self._folder, other_names, list(messages(sorted(ids), SENT)))
+                texts = list(messages(sorted(ids), SENT))
+                with (
+                    OpenFolder(self._folder) as open_folder,
+                    socket.socket(
+                        socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+                    ) as sender,
+                ):
+                    for name in other_names:
+                        try:
+                            for text in texts:
+                                sender.sendto(text, open_folder.address(name))
+                        except ConnectionRefusedError:
+                            with suppress(FileNotFoundError):
+                                os.unlink(self._folder / name)
+                        except (BlockingIOError, FileNotFoundError):
+                            pass  # it has enough messages to wake up for; or it has just gone
         except OSError as error:
             if error.errno != errno.ENOENT:  # no process has ever listened there
                 logger.debug("no process could be woken through %s: %s", self._folder, error)
@@ -150,19 +165,3 @@ class OpenFolder:
             except OSError:
                 return False
         return True
-
-
-def _send_datagrams(folder: Path, names: list[str], texts: list[bytes]) -> None:
-    with (
-        OpenFolder(folder) as open_folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
-    ):
-        for name in names:
-            try:
-                for text in texts:
-                    sender.sendto(text, open_folder.address(name))
-            except ConnectionRefusedError:
-                with suppress(FileNotFoundError):
-                    os.unlink(folder / name)
-            except (BlockingIOError, FileNotFoundError):
-                pass  # it has enough messages to wake up for; or it has just gone

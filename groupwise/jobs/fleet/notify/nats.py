@@ -226,7 +226,20 @@ class NatsLink:
                 if self._was_connected is not True:
                     logger.info("NATS at %s is there", self._access.shown)
                 self._was_connected = True
-                await self._stay_connected(client)
+                # Return when the connection has ended; raise when the server stops answering.
+                subscribed = False
+                while not client.is_closed:
+                    self._wake_up.clear()
+                    if self._listening and self._subject is not None and not subscribed:
+                        subscribed = True
+                        await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
+                            self._subject,
+                            cb=self._on_message,
+                            pending_msgs_limit=KEPT_MESSAGES,
+                            pending_bytes_limit=KEPT_BYTES,
+                        )
+                    await client.rtt(timeout=ANSWERING)
+                    await wait_at_most(CHECKED, self._wake_up)
             except Exception as error:  # noqa: BLE001 — a foreign server and its library may raise anything: the fleet continues without
                 reason = _describe_error(self._last_error or error)
             finally:
@@ -264,22 +277,6 @@ class NatsLink:
                 **credentials(self._access),
             )
             await client.rtt()
-
-    async def _stay_connected(self, client: Client) -> None:
-        """Return when the connection has ended; raise when the server stops answering."""
-        subscribed = False
-        while not client.is_closed:
-            self._wake_up.clear()
-            if self._listening and self._subject is not None and not subscribed:
-                subscribed = True
-                await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
-                    self._subject,
-                    cb=self._on_message,
-                    pending_msgs_limit=KEPT_MESSAGES,
-                    pending_bytes_limit=KEPT_BYTES,
-                )
-            await client.rtt(timeout=ANSWERING)
-            await wait_at_most(CHECKED, self._wake_up)
 
     async def _on_message(self, message: Msg) -> None:
         if self._on_payload is not None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import (
-    ColumnElement,
     Table,
     and_,
     bindparam,
@@ -151,7 +150,16 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
         if not unplaced.blocked and not unplaced.drained:
             return False
         view = capacity.view(session, {job.project for job in unplaced.blocked})
-        _mark_blocked(session, unplaced.blocked, view, actor)
+        remaining = MOST_MARKED
+        unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in unplaced.blocked})
+        for job in unplaced.blocked:
+            if not remaining:
+                break
+            if job.job_id in unmet:
+                continue  # the job that it follows was retried meanwhile
+            placement = view.look(job.resources, job.project, job.key)
+            if isinstance(placement, Blocked):
+                remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 
@@ -678,30 +686,12 @@ def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) ->
         events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
-def _mark_blocked(session: Session, heads: Sequence[_Candidate], view: View, actor: str) -> None:
-    """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
-    remaining = MOST_MARKED
-    unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
-    for job in heads:
-        if not remaining:
-            break
-        if job.job_id in unmet:
-            continue  # the job that it follows was retried meanwhile
-        placement = view.look(job.resources, job.project, job.key)
-        if isinstance(placement, Blocked):
-            remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
-
-
-def _has_dependencies() -> ColumnElement[bool]:
-    """SQL condition: the job must run after others."""
-    dependencies = Job.request["after"].as_string()
-    return and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
-
-
 def _mark_shape_pending(
     session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
+    dependencies = Job.request["after"].as_string()
+    has_dependencies = and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
     query = (
         select(Job.job_id)
         .where(
@@ -711,7 +701,7 @@ def _mark_shape_pending(
             Job.cancel_requested_at.is_(None),
             # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
             Job.not_before <= view.now,
-            or_(~_has_dependencies(), Job.job_id == job.job_id),
+            or_(~has_dependencies, Job.job_id == job.job_id),
         )
         .order_by(Job.rank, Job.job_id)
         .limit(most)

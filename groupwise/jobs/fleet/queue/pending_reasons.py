@@ -71,15 +71,6 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
     return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
-def _last_end(session: Session, job: Job) -> str:
-    """Why the newest attempt ended, to be added to a sentence; empty if nothing is known."""
-    newest = select(Attempt.evidence).where(
-        Attempt.job_id == job.job_id, Attempt.generation == job.generation
-    )
-    evidence = session.scalars(newest.order_by(Attempt.epoch.desc()).limit(1)).first() or {}
-    return f"; its last attempt ended: {evidence['because']}" if evidence.get("because") else ""
-
-
 def explain(session: Session, job: Job) -> list[str]:
     """The reasons why a job waits now, as messages; empty if it does not wait."""
     if job.status == JobStatus.HELD:
@@ -110,7 +101,15 @@ def explain(session: Session, job: Job) -> list[str]:
     reasons += held_back
     pause = job.not_before - seconds(session)
     if pause > 0 and not held_back:
-        reasons.append(f"it is tried again in {pause:.0f} s{_last_end(session, job)}")
+        # Why the newest attempt ended, to be added to a sentence; empty if nothing is known.
+        newest = select(Attempt.evidence).where(
+            Attempt.job_id == job.job_id, Attempt.generation == job.generation
+        )
+        evidence = session.scalars(newest.order_by(Attempt.epoch.desc()).limit(1)).first() or {}
+        last_end = (
+            f"; its last attempt ended: {evidence['because']}" if evidence.get("because") else ""
+        )
+        reasons.append(f"it is tried again in {pause:.0f} s{last_end}")
     placement = outlook(session, job)
     if isinstance(placement, Blocked):
         return [*reasons, *placement.reasons]

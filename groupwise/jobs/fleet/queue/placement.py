@@ -298,7 +298,17 @@ def _find_seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid)
         return fitting
     free_gpus = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
     if len(free_gpus) < resources.gpu_count:
-        return _too_few_reason(resources, fitting, free_gpus, held)
+        held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
+        withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
+        if resources.named:
+            in_use = [str(g.index) for g in fitting if g not in free_gpus]
+            return f"GPU {', '.join(in_use)} in use{withheld}"
+        if resources.share_mb is not None:
+            max_share = max(
+                (0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0
+            )
+            return f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
+        return f"{len(free_gpus)} of {counted(len(fitting), 'fitting GPU')} free, {resources.gpu_count} wanted{withheld}"
     if resources.named:
         return Seat(machine.vm_id, tuple(free_gpus))
     # Prefer the smallest GPU that fits; for a share, the fullest with room. Sorts are stable, so the last one counts most.
@@ -436,25 +446,6 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
     if resources.share_mb is None:
         return gpu.idle
     return not gpu.whole and gpu.shares_mb + resources.share_mb <= (gpu.memory_mb or 0)
-
-
-def _too_few_reason(
-    resources: Resources, fitting: Sequence[MachineGPU], free_gpus: Sequence[MachineGPU], held: Held
-) -> str:
-    """The reason if fewer GPUs are free than requested."""
-    held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
-    withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
-    if resources.named:
-        in_use = [str(g.index) for g in fitting if g not in free_gpus]
-        return f"GPU {', '.join(in_use)} in use{withheld}"
-    if resources.share_mb is not None:
-        max_share = max(
-            (0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0
-        )
-        return (
-            f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
-        )
-    return f"{len(free_gpus)} of {counted(len(fitting), 'fitting GPU')} free, {resources.gpu_count} wanted{withheld}"
 
 
 def _seat_cost(

@@ -216,17 +216,12 @@ class Database:
             return await asyncio.shield(wrapped)
         except asyncio.CancelledError:
             if not future.cancel():
-                await _wait_until_done(wrapped)
+                while not wrapped.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait({wrapped})
+                if not wrapped.cancelled() and (error := wrapped.exception()):
+                    log.warning("a transaction failed whose caller had been cancelled: %s", error)
             raise
-
-
-async def _wait_until_done(future: asyncio.Future[Any]) -> None:
-    """Wait until the future is done, no matter how often the caller is cancelled; the database's time limits bound the wait."""
-    while not future.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({future})
-    if not future.cancelled() and (error := future.exception()):
-        log.warning("a transaction failed whose caller had been cancelled: %s", error)
 
 
 def connect(url: str) -> Database:

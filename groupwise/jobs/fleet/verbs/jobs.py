@@ -197,8 +197,12 @@ def _memory_warnings(session: Session, completed: Sequence[str]) -> dict[str, st
 def show(session: Session, actor: Actor, job_id: str) -> Document:
     """Everything about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and its newest events."""
     job = find.job(session, actor, job_id)
+    waiting = pending_reasons.explain(session, job)
+    standstill = status.why_nothing_starts(session)
+    if waiting and job.status != JobStatus.HELD and standstill is not None:
+        waiting.insert(0, standstill)
     document = job_document(job) | {
-        "waiting": why_waiting(session, job),
+        "waiting": waiting,
         "attempts": attempts(session, job_id),
         "checkpoints": checkpoints(session, job_id),
         "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
@@ -239,15 +243,6 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
         select(*columns).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
     )
     return [dict(row) for row in rows.mappings()]
-
-
-def why_waiting(session: Session, job: Job) -> list[str]:
-    """The reasons why a job does not run; empty if it runs or has ended."""
-    reasons = pending_reasons.explain(session, job)
-    standstill = status.why_nothing_starts(session)
-    if reasons and job.status != JobStatus.HELD and standstill is not None:
-        reasons.insert(0, standstill)
-    return reasons
 
 
 def progress(session: Session, actor: Actor, job_id: str) -> Document:

@@ -579,7 +579,20 @@ def change(
     if before == after:
         return _with_gpus(session, actor, vm)
     if moved_columns := [name for name in PLACE if before.get(name) != after.get(name)]:
-        _require_empty(session, vm, f"its {' and '.join(moved_columns)} cannot be changed")
+        # Something may still run there, and dispatchers would look for it in another place.
+        consequence = f"its {' and '.join(moved_columns)} cannot be changed"
+        _require_unused(
+            session,
+            vm,
+            f", so {consequence} now",
+            next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
+        )
+        if _may_still_run_there(session, vm.vm_id):
+            raise Refusal(
+                "vm_in_use",
+                f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, "
+                "as soon as the machine answers.",
+            )
     for name, value in after.items():
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
@@ -637,22 +650,6 @@ def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
     if "engine" in changes:
         columns["engine"] = _without_defaults(changes["engine"])
     return columns
-
-
-def _require_empty(session: Session, vm: VM, consequence: str) -> None:
-    """Refuse while something may run there: dispatchers would look for it in another place."""
-    _require_unused(
-        session,
-        vm,
-        f", so {consequence} now",
-        next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
-    )
-    if _may_still_run_there(session, vm.vm_id):
-        raise Refusal(
-            "vm_in_use",
-            f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, as "
-            "soon as the machine answers.",
-        )
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:

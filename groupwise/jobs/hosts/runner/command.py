@@ -149,19 +149,16 @@ class Log:
         try:
             count = os.write(self.file, self.unwritten)
         except OSError as error:
-            self.handle_write_error(error)
+            # Record that the file cannot be written now; after LOG_TIMEOUT seconds close the pipe.
+            now = time.monotonic()
+            self.failing_since = now if self.failing_since is None else self.failing_since
+            self.problem = f"\n[its log could not be written: {error.strerror}]\n"
+            if now - self.failing_since >= LOG_TIMEOUT:
+                self.is_closed, self.unwritten = True, b""
+                os.close(self.read_fd)
             return False
         self.unwritten, self.failing_since, self.problem = self.unwritten[count:], None, ""
         return True
-
-    def handle_write_error(self, error: OSError) -> None:
-        """Record that the file cannot be written now; after LOG_TIMEOUT seconds close the pipe."""
-        now = time.monotonic()
-        self.failing_since = now if self.failing_since is None else self.failing_since
-        self.problem = f"\n[its log could not be written: {error.strerror}]\n"
-        if now - self.failing_since >= LOG_TIMEOUT:
-            self.is_closed, self.unwritten = True, b""
-            os.close(self.read_fd)
 
     def tail(self) -> str:
         """The end of the output as text, with a note if the log could not be written."""

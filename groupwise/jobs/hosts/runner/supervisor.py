@@ -259,7 +259,21 @@ class Supervisor:
         for fd in (start_r, exec_error_w, tether):
             os.close(fd)
         try:
-            self.record_child()
+            # Write the child's pid and start ticks to disk before the program starts.
+            self.cgroups.add_process(self.child)
+            if self.state["method"] == "cgroup" and not self.cgroups.v2:
+                self.state["method"] = "session"
+            process = read_process(self.child)
+            self.started_at = time.monotonic()
+            self.state.update(
+                phase="running",
+                pid=self.child,
+                start_ticks=process.ticks if process else None,
+                supervisor=os.getpid(),
+                cgroup=self.cgroups.record(),
+                started_at=time.time(),
+            )
+            write_json(self.attempt.at("state.json"), self.state)
             with contextlib.suppress(BrokenPipeError):
                 # If the child was killed before this write, `watch` sees its end like any other.
                 os.write(start_w, b"!")
@@ -270,23 +284,6 @@ class Supervisor:
             return StopRequest("spawn_failed", message, 0.0, code=125)
         os.close(start_w)
         return self.spawn_failure(exec_error_r)
-
-    def record_child(self) -> None:
-        """Write the child's pid and start ticks to disk before the program starts."""
-        self.cgroups.add_process(self.child)
-        if self.state["method"] == "cgroup" and not self.cgroups.v2:
-            self.state["method"] = "session"
-        process = read_process(self.child)
-        self.started_at = time.monotonic()
-        self.state.update(
-            phase="running",
-            pid=self.child,
-            start_ticks=process.ticks if process else None,
-            supervisor=os.getpid(),
-            cgroup=self.cgroups.record(),
-            started_at=time.time(),
-        )
-        write_json(self.attempt.at("state.json"), self.state)
 
     def spawn_failure(self, exec_error_fd: int) -> StopRequest | None:
         """Return why the program could not start. None if the pipe closes without an error number, as a successful exec closes it."""
@@ -465,7 +462,17 @@ class Supervisor:
         record = self.exit_record(stop_request, exit_info)
         # If the attempt's folder was removed, the lock file has no link left: a record cannot be written and would have no reader.
         while os.fstat(self.lock_fd).st_nlink > 0 and not save_exit(self.attempt, record):
-            make_room_for_exit(self.attempt)
+            # Make way for the exit record if the job has created a folder under its name, or has removed the permissions of the
+            # attempt's folder.
+            with contextlib.suppress(OSError):
+                os.chmod(self.attempt.path, 0o700)
+            for path in (
+                self.attempt.at("exit.json"),
+                f"{self.attempt.at('exit.json')}.{os.getpid()}.new",
+            ):
+                if os.path.isdir(path) and not os.path.islink(path):
+                    with contextlib.suppress(OSError):
+                        os.rename(path, f"{path}.{os.urandom(4).hex()}")
             self.beat()
             time.sleep(TICK)
         self.cgroups.remove()
@@ -536,14 +543,3 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
         return True
     except OSError:
         return False
-
-
-def make_room_for_exit(attempt: Attempt) -> None:
-    """Make way for the exit record if the job has created a folder under its name, or has removed the permissions of the attempt's
-    folder."""
-    with contextlib.suppress(OSError):
-        os.chmod(attempt.path, 0o700)
-    for path in (attempt.at("exit.json"), f"{attempt.at('exit.json')}.{os.getpid()}.new"):
-        if os.path.isdir(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):
-                os.rename(path, f"{path}.{os.urandom(4).hex()}")
