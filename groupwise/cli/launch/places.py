@@ -214,7 +214,7 @@ def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
 
 def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> JobBackend:
     """The Ray cluster whose head the login machine reaches at that address. Raises UsageError."""
-    from groupwise.jobs.clouds.ray import checked_address
+    from groupwise.jobs.clouds.schedulers import checked_address
     from groupwise.jobs.hosts.ray import ADDRESS
     from groupwise.jobs.launch.places import RAY, JobBackend
 

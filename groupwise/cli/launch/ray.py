@@ -50,8 +50,7 @@ def ray(
 
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.clouds.ray import resources_of
-    from groupwise.jobs.clouds.schedulers import ACCELERATOR_TYPE_AMOUNT
+    from groupwise.jobs.clouds.schedulers import ACCELERATOR_TYPE_AMOUNT, resources_of
 
     plan = cluster.plan(packages)
     resources = resources_of(resource or ())

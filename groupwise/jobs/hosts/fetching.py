@@ -72,7 +72,14 @@ class Fetcher:
                 # A file that is not part of the answer has changed or cannot be read. Fetch it alone: then the error gives the reason.
                 remaining = await self._fetch_batch(batch) if len(batch) > 1 else batch
                 for path, entry in remaining.items():
-                    await self._fetch_file(path, entry)
+                    offset = await self._run_disk_work(
+                        "file", partial(_create_file, self._folder / path, entry)
+                    )
+                    # If what an earlier try left turns out to be wrong, fetch once more from the start.
+                    if offset and await self._fetch_rest(path, entry, offset):
+                        continue
+                    if not await self._fetch_rest(path, entry, 0):
+                        raise FileChanged(path)
 
         tasks = [asyncio.create_task(work()) for _ in range(MAX_CONCURRENT_CALLS)]
         try:
@@ -91,16 +98,6 @@ class Fetcher:
         return await self._run_disk_work(
             "gathered", partial(_write_batch, self._folder, missing, contents)
         )
-
-    async def _fetch_file(self, path: str, entry: FileEntry) -> None:
-        """Fetch a file completely and verify it. If what an earlier try left turns out to be wrong, fetch once more from the start."""
-        offset = await self._run_disk_work(
-            "file", partial(_create_file, self._folder / path, entry)
-        )
-        if offset and await self._fetch_rest(path, entry, offset):
-            return
-        if not await self._fetch_rest(path, entry, 0):
-            raise FileChanged(path)
 
     async def _fetch_rest(self, path: str, entry: FileEntry, offset: int) -> bool:
         """Fetch the bytes from offset `offset`. False if the result differs from the list; it is then removed."""

@@ -23,9 +23,7 @@ from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
-from groupwise.jobs.clouds.ray import ray_options
-from groupwise.jobs.clouds.schedulers import SchedulerBackend
-from groupwise.jobs.clouds.slurm import sbatch_options
+from groupwise.jobs.clouds.schedulers import SchedulerBackend, ray_options, sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host

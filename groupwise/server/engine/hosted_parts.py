@@ -101,39 +101,36 @@ class EngineParts:
     async def open(self, order: OpenParts) -> PartsOpened:
         """Load the model and build the parts; once. UsageError if config or model are wrong."""
         async with self._opening:
-            return await self._load_parts(order)
-
-    async def _load_parts(self, order: OpenParts) -> PartsOpened:
-        if self._opened is not None:
-            raise UsageError("The model is loaded already; open other parts for another one.")
-        folder = Path(order.folder)
-        check_sent(folder)
-        config = _load_parts_config(order.kind, order.config)
-        # Only the base is compared: `order.base` is its fingerprint without an adapter.
-        base_config = config.model.model_copy(update={"adapter": None})
-        if order.base is not None and (fingerprint := identity(base_config)) != order.base:
-            raise ModelError(
-                f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
-                "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
+            if self._opened is not None:
+                raise UsageError("The model is loaded already; open other parts for another one.")
+            folder = Path(order.folder)
+            check_sent(folder)
+            config = _load_parts_config(order.kind, order.config)
+            # Only the base is compared: `order.base` is its fingerprint without an adapter.
+            base_config = config.model.model_copy(update={"adapter": None})
+            if order.base is not None and (fingerprint := identity(base_config)) != order.base:
+                raise ModelError(
+                    f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
+                    "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
+                )
+            layout = _choose_layout(order.kind, config, order.longest_prompt)
+            build.expect_ranks(config)
+            self._scope.callback(prefork.end_zygote)
+            published = folder / PUBLISHED
+            if isinstance(config, SftConfig):
+                parts = await build.start_supervised(config, layout, order.run, published)
+            elif order.kind == "training":
+                parts = await build.start_training(config, layout, order.run, published)
+            else:
+                weights = None if order.weights is None else Path(order.weights)
+                parts = await build.start_serving(config, layout, weights)
+            self._scope.callback(parts.close)
+            stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
+            self._opened = _OpenedParts(
+                parts, folder, prefork.vocabulary(config.model), layout.key_length
             )
-        layout = _choose_layout(order.kind, config, order.longest_prompt)
-        build.expect_ranks(config)
-        self._scope.callback(prefork.end_zygote)
-        published = folder / PUBLISHED
-        if isinstance(config, SftConfig):
-            parts = await build.start_supervised(config, layout, order.run, published)
-        elif order.kind == "training":
-            parts = await build.start_training(config, layout, order.run, published)
-        else:
-            weights = None if order.weights is None else Path(order.weights)
-            parts = await build.start_serving(config, layout, weights)
-        self._scope.callback(parts.close)
-        stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
-        self._opened = _OpenedParts(
-            parts, folder, prefork.vocabulary(config.model), layout.key_length
-        )
-        serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
-        return PartsOpened(stops, asdict(layout), serving)
+            serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
+            return PartsOpened(stops, asdict(layout), serving)
 
     @property
     def _ready_parts(self) -> _OpenedParts:

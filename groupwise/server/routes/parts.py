@@ -151,6 +151,7 @@ OF_CALLS = (
     *("unknown_call", "call_taken", "model_not_allowed", "unknown_file", "engine_failed"),
     *OF_PARTS,
 )
+OF_FILES = (*OF_PARTS, "unknown_file")
 PARTS, CALLS, FILES = "/parts/{id}", "/parts/{id}/calls/{number}", "/parts/{id}/files/{path:path}"
 FOLDERS = "/parts/{id}/folders/{path:path}"
 LATER = "The call is under way; GET the same address for its answer."
@@ -165,10 +166,6 @@ delete_route = partial(
 def parts_routes(service: PartsService) -> tuple[Route, ...]:
     """All routes of parts."""
     do = _Handlers(service)
-    return (*_parts_and_call_routes(do), *_file_routes(do))
-
-
-def _parts_and_call_routes(do: _Handlers) -> tuple[Route, ...]:
     return (
         put_route(
             method="POST",
@@ -211,16 +208,10 @@ def _parts_and_call_routes(do: _Handlers) -> tuple[Route, ...]:
             codes=(*OF_CALLS, "too_busy"),
             later="The call goes on, because it changes something.",
         ),
-    )
-
-
-def _file_routes(do: _Handlers) -> tuple[Route, ...]:
-    codes = (*OF_PARTS, "unknown_file")
-    return (
-        get_route(path=FOLDERS, handler=do.look_into_folder, answer=FolderAnswer, codes=codes),
+        get_route(path=FOLDERS, handler=do.look_into_folder, answer=FolderAnswer, codes=OF_FILES),
         delete_route(path=FOLDERS, handler=do.delete_folder),
         get_route(
-            path=FILES, handler=do.get_file, media_type="application/octet-stream", codes=codes
+            path=FILES, handler=do.get_file, media_type="application/octet-stream", codes=OF_FILES
         ),
         put_route(
             path=FILES,

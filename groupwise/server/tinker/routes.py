@@ -438,28 +438,28 @@ def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Hand
             return await handler(request)
         except ClientGone:
             raise
-        except Exception as error:  # noqa: BLE001 — an error in one request must not affect others; its details are only logged
-            return _refusal_response(request, service, error)
+        except (
+            Exception
+        ) as error:  # an error in one request must not affect others; its details are only logged
+            code = code_of(error)
+            facts: Facts | None = request.scope.get(SCOPE)
+            if facts is not None:
+                facts.code = code
+            if code == "internal":
+                logger.error("request %s failed", facts.request_id if facts else "", exc_info=error)
+                message = CODES[code].meaning
+            else:
+                message = str(error)
+            if isinstance(error, UsageError):
+                service.use_up_number(getattr(request.state, "body", b""), error)
+            headers = {"Retry-After": "1"} if CODES[code].retry else {}
+            if isinstance(error, Refusal):
+                headers |= error.headers
+            return _json_response(
+                answers.Refused(code=code, message=message), CODES[code].status, headers
+            )
 
     return guarded
-
-
-def _refusal_response(request: Request, service: VerbService, error: Exception) -> Response:
-    code = code_of(error)
-    facts: Facts | None = request.scope.get(SCOPE)
-    if facts is not None:
-        facts.code = code
-    if code == "internal":
-        logger.error("request %s failed", facts.request_id if facts else "", exc_info=error)
-        message = CODES[code].meaning
-    else:
-        message = str(error)
-    if isinstance(error, UsageError):
-        service.use_up_number(getattr(request.state, "body", b""), error)
-    headers = {"Retry-After": "1"} if CODES[code].retry else {}
-    if isinstance(error, Refusal):
-        headers |= error.headers
-    return _json_response(answers.Refused(code=code, message=message), CODES[code].status, headers)
 
 
 def _parse_query(request: Request, kind: type[requests.Body]) -> requests.Body:

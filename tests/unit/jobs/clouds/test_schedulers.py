@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.ray import checked_address, ray_options
+from groupwise.jobs.clouds.schedulers import checked_address, ray_options
 from groupwise.jobs.hosts.spec import Limits
 
 
