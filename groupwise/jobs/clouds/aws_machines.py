@@ -80,7 +80,7 @@ class AwsMachines:
         self._ec2, self._access, self._timeouts = ec2, access, timeouts
         self._where = f"AWS, {ec2.region}"
         self._backends: dict[str, tuple[Machine, MachineBackend]] = {}
-        """By job: the last used machine, and the backend that calls it."""
+        """The last used machine of each job, and the backend that calls it."""
         self._replaced_backends: list[MachineBackend] = []
         """Backends of machines that were replaced by others; `close` closes them."""
 

@@ -87,7 +87,7 @@ class Limits:
     """Disk space in MB that must be free on the machine before the start."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
-    """At most MOST_ARTEFACTS."""
+    """Largest number of files; MOST_ARTEFACTS at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class InstallPlan:
         return total
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The plan as a JSON object."""
         return {
             "releases": self.releases,
             "left_to_pip": list(self.environment.lock.left_to_pip),

@@ -80,7 +80,7 @@ class Toleration:
         return cls(key, value if equals else None, cast("Any", effect if colon else None))
 
     def document(self) -> dict[str, str]:
-        """As Kubernetes has it."""
+        """The toleration as an entry of a pod's `tolerations`."""
         operator = (
             {"operator": "Exists"}
             if self.value is None
@@ -119,7 +119,7 @@ class RenderOptions:
     image_pull_secret: tuple[DnsName, ...] = ()
     """Existing Secrets with which images are pulled."""
     gpu_model: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$")] | None = None
-    """As SkyPilot and dstack name it: H100, A100-80GB."""
+    """GPU model by the name that SkyPilot and dstack use: H100, A100-80GB."""
     spot: bool = False
     setup: str | None = None
     """Shell command before the job."""

@@ -97,7 +97,7 @@ class StreamStarted:
 
 @dataclass(slots=True)
 class _Progress:
-    """Where to read the texts of a request while they are written."""
+    """A request under way: its texts can be read here while they are written."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     engine: Engine | None = None
@@ -139,7 +139,7 @@ class OpenAIService:
         self._sampling = 0
         self._streams = 0
         self._gathering_locks: dict[Gathering, tuple[asyncio.Lock, int]] = {}
-        """For each gathering a lock and the number of calls that use it."""
+        """A lock for each gathering, and the number of calls that use it."""
 
     # --- models ----------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class Snapshot:
 
 
 def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
-    """Those of these attempts that the owner still has, all read at one moment."""
+    """The attempts among these that the owner still has, all read at one moment."""
     rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
     epochs = [row.epoch for row in rows]
     reservations = _reservations_held(session, epochs)

@@ -46,7 +46,7 @@ from groupwise.jobs.hosts.answers import vendor_of
 STALE_SECONDS = 120.0
 """A machine that was not observed for this many seconds gets no new job; by default it is polled every 15 seconds."""
 STALE_LOOKS = 4
-"""For a machine that is polled more rarely, the limit is this many polling intervals without an observation."""
+"""Polling intervals without an observation that are the limit for a machine that is polled more rarely."""
 LOOK_SECONDS = "look_seconds"
 """Key in the facts of a machine: its polling interval in seconds."""
 MAX_LONG_WAITING = 16

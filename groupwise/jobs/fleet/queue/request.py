@@ -58,27 +58,27 @@ class _Strict(FailFast, BaseModel):
 
 
 class RequestedLimits(_Strict):
-    """What an attempt may use beside its resources; None: as by default."""
+    """What an attempt may use besides its resources; None means the default."""
 
     time_seconds: Seconds | None = None
-    """From the start of the command."""
+    """Time limit in seconds, counted from the start of the command."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] | None = None
-    """Between TERM and KILL."""
+    """Seconds between TERM and KILL."""
     artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
-    """Of all that it leaves, for each of its machines. Who wants nothing fetched asks for no artefacts."""
+    """Largest size in MiB of all artefacts of one machine. To fetch nothing, ask for no artefacts."""
     artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """MOST_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
 
 
 class RequestedRetries(_Strict):
-    """How often it is tried again after which failure; what is left out is as by default."""
+    """How often a job is tried again after which failure; what is left out has its default."""
 
     charged: Retries | None = None
-    """For all failures together that may be its own fault; None: 2, or as many as `per_class` allows after one of them. All others together
-    have 30, or as many as `per_class` allows after one of them."""
+    """Retries after all failures together that may be the job's own fault; None means 2, or as many as `per_class` allows after one of
+    them. All other failures together have 30, or as many as `per_class` allows after one of them."""
     per_class: dict[Annotated[FailureClass, Field(strict=False)], Retries] = {}
     once: bool = False
-    """Once its command has begun it is never begun again, whatever became of it."""
+    """Never begin the command again once it has begun, whatever became of it."""
 
     @property
     def charged_limits(self) -> dict[FailureClass, int]:
@@ -87,7 +87,7 @@ class RequestedRetries(_Strict):
 
 
 class RequestDocument(_Strict):
-    """What is asked beyond the columns: the document of `jobs.request`."""
+    """What a job requests beyond its columns: the document of `jobs.request`."""
 
     arguments: list[str] = []
     """The command, for kind COMMAND."""
@@ -103,14 +103,14 @@ class RequestDocument(_Strict):
     limits: RequestedLimits = RequestedLimits()
     retry: RequestedRetries = RequestedRetries()
     labels: Annotated[dict[str, str], Field(max_length=64)] = {}
-    """For people, to find it by."""
+    """Labels by which people find the job."""
     artefacts: list[str] | None = None
     """Paths to fetch at the end; None: as its kind has it."""
     checkpoints: list[str] | None = None
     after: Annotated[list[str], Field(max_length=1000)] = []
     """Jobs that must have ended before it begins: `JOB`, or `JOB:ok` where that one must have completed."""
     webhook: Text | None = None
-    """Is told when it has ended."""
+    """Address that is called when the job has ended."""
     hold: bool = False
     """It waits until it is released."""
     allow_smaller_batch: bool = False

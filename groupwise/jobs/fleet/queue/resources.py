@@ -46,7 +46,7 @@ class Resources(FailFast, BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     gpus: Annotated[int, Field(ge=0, le=MOST_GPUS)] | None = None
-    """On each machine. None is settled at admission: 0 for a command, 1 for a job of a kind if the fleet has a GPU. 0: a CPU slot."""
+    """GPUs on each machine; 0 means a CPU slot. None: admission chooses 0 for a command, 1 for a job of a kind if the fleet has a GPU."""
     named: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
     """These GPUs and no others: indices on `vm`, or UUIDs."""
     vm: Name | None = None
@@ -54,7 +54,7 @@ class Resources(FailFast, BaseModel):
     gpu_model: Name | None = None
     """Words of the model's name, in any case: `a100`, `RTX4090`, `H100-80GB`, `MIG-3g.20gb`; `fits_model` says which model has them."""
     gpu_memory_mb: Megabytes | None = None
-    """That a GPU has at least."""
+    """Least memory of a GPU."""
     share_mb: Megabytes | None = None
     """Memory of one GPU that is shared with others; without it GPUs are given whole."""
     machines: Annotated[int, Field(ge=1, le=MOST_MACHINES)] = 1
@@ -64,9 +64,9 @@ class Resources(FailFast, BaseModel):
     disk_mb: Megabytes | None = None
     """Free on the machine's disk before it starts."""
     labels: dict[str, str] = {}
-    """That a machine has."""
+    """Labels that a machine must have."""
     oversubscribe: bool = False
-    """For commands of `fleet exec`: use a CPU slot beyond those of the machine, so that it runs on a full or drained one too."""
+    """Use a CPU slot beyond those of the machine, so that a command of `fleet exec` runs on a full or drained one too."""
     prepared: bool = False
     """An environment that an operator has named for the machine; admission says so of training kinds, which need Groupwise there."""
 

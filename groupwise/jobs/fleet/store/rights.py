@@ -25,7 +25,7 @@ _TABLE: Table = BlobRight.__table__  # pyright: ignore[reportAssignmentType] —
 def lacking(
     session: Session, projects: Collection[str] | None, hashes: Iterable[str]
 ) -> frozenset[str]:
-    """Those of these blobs that none of the projects may name. `projects` None: all blobs may be named."""
+    """The blobs among these that none of the projects may name. `projects` None: all blobs may be named."""
     if projects is None:
         return frozenset()
     sorted_hashes = sorted(set(hashes))

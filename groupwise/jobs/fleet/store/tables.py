@@ -62,7 +62,7 @@ class Moment(TypeDecorator[datetime]):
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Any:
-        """In SQLite, a hand-written value that is no time reads as None instead of failing the query for all rows; admission reports it."""
+        """Read a value of SQLite that was written by hand and is no time as None: the query goes on, and admission reports it."""
         processor: Any = super().result_processor(dialect, coltype)
 
         def readable(value: Any) -> datetime | None:

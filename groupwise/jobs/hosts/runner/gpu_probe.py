@@ -26,7 +26,7 @@ READERS = {
     "rocm-smi": read_rocm_smi,
 }
 VENDORS = (("nvidia-smi", "tegrastats"), ("amd-smi", "rocm-smi"))
-"""Of each vendor's tools the first that the machine has is used."""
+"""The tools of each vendor; the first one that the machine has is used."""
 
 
 def probe_gpus(root: Root, body: dict[str, Any]) -> GpuReport:

@@ -13,5 +13,5 @@ DOCUMENT = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 
 
 def upgrade() -> None:
-    """Those that are there begin jobs themselves."""
+    """Add the column for engines. Machines that exist already have none: they begin jobs themselves."""
     op.add_column("vms", sa.Column("engine", DOCUMENT, nullable=True))
