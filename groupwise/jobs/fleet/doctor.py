@@ -471,7 +471,19 @@ async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]
         "the runner needs 3.8 or newer",
         "install a newer python3 there",
     )
-    return hello, [finding, python, _check_disk(name, hello)]
+    free_mb = hello.disk_free_mb
+    if free_mb is None:
+        disk = Finding(f"{name} disk", "skipped", "its free space is unknown")
+    else:
+        disk = Finding(
+            f"{name} disk",
+            "ok" if free_mb >= LEAST_DISK_MB else "warning",
+            f"{free_mb / 1000:.0f} GB free in {hello.root}",
+            "checkpoints will not fit, and a job whose disk is full fails",
+            "make room there",
+            {"free_mb": free_mb},
+        )
+    return hello, [finding, python, disk]
 
 
 async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
@@ -494,20 +506,6 @@ async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int
         healthy_gpus = min(healthy_gpus, 1)  # CUDA shows one MIG device
     findings += await _run_tiny_command(name, runner, healthy_gpus if known_gpus else 0)
     return findings
-
-
-def _check_disk(name: str, hello: Hello) -> Finding:
-    free_mb = hello.disk_free_mb
-    if free_mb is None:
-        return Finding(f"{name} disk", "skipped", "its free space is unknown")
-    return Finding(
-        f"{name} disk",
-        "ok" if free_mb >= LEAST_DISK_MB else "warning",
-        f"{free_mb / 1000:.0f} GB free in {hello.root}",
-        "checkpoints will not fit, and a job whose disk is full fails",
-        "make room there",
-        {"free_mb": free_mb},
-    )
 
 
 def _check_gpus(name: str, observed: Observation, known_gpus: int) -> Finding:

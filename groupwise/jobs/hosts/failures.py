@@ -125,7 +125,17 @@ def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnos
     if record.oom_kill:
         because = f"the kernel killed {record.oom_kill} of its processes"
         return Diagnosis(FailureClass.HOST_OOM, because)
-    diagnosis = _classify_log(record) or _classify_signal(record)
+    if record.signal == SIGTERM or record.code == _SHELL_TERMINATED:
+        by_signal = Diagnosis(
+            FailureClass.PREEMPTION, "SIGTERM that the control plane had not sent"
+        )
+    elif record.signal == SIGKILL or record.code == _SHELL_KILLED:
+        by_signal = Diagnosis(FailureClass.KILLED, "signal 9, and no sign of too little memory")
+    elif record.signal is not None:
+        by_signal = Diagnosis(FailureClass.CRASHED, f"signal {record.signal}")
+    else:
+        by_signal = None
+    diagnosis = _classify_log(record) or by_signal
     return diagnosis or Diagnosis(FailureClass.CRASHED, _with_last_line(by_code, record))
 
 
@@ -144,16 +154,6 @@ def _classify_log(record: ExitRecord) -> Diagnosis | None:
             start = text.rfind("\n", 0, match.start()) + 1
             line = text[start:].partition("\n")[0]
             return Diagnosis(failure, _shortened_line(line))
-    return None
-
-
-def _classify_signal(record: ExitRecord) -> Diagnosis | None:
-    if record.signal == SIGTERM or record.code == _SHELL_TERMINATED:
-        return Diagnosis(FailureClass.PREEMPTION, "SIGTERM that the control plane had not sent")
-    if record.signal == SIGKILL or record.code == _SHELL_KILLED:
-        return Diagnosis(FailureClass.KILLED, "signal 9, and no sign of too little memory")
-    if record.signal is not None:
-        return Diagnosis(FailureClass.CRASHED, f"signal {record.signal}")
     return None
 
 

@@ -154,9 +154,11 @@ class RayRunner(SchedulerRunner[RayJob]):
         """See `SchedulerRunner._waiting_reason`. Lists requested and free resources, because Ray does not say what a job lacks."""
         options = _job_options(state.engine_options)
         gang: dict[str, Any] | None = options.get(GANG)
-        requested: Mapping[str, float] = (
-            gang["bundle"] if gang is not None else _requested_resources(options)
-        )
+        named: dict[str, float] = {
+            resource: options[name] for name, resource in RESOURCE_NAMES.items() if name in options
+        }
+        asked = {**named, **options.get("entrypoint_resources", {})}
+        requested: Mapping[str, float] = gang["bundle"] if gang is not None else asked
         amounts = ", ".join(
             f"{_format_amount(amount)} {name}" for name, amount in requested.items()
         )
@@ -257,14 +259,6 @@ def _program_text(program: str) -> str:
 def _job_options(options: Sequence[str]) -> dict[str, Any]:
     """The options in the format of the Jobs API."""
     return json.loads(options[0]) if options else {}
-
-
-def _requested_resources(options: Mapping[str, Any]) -> dict[str, float]:
-    """The resources that a job on one machine requests, by Ray's resource names."""
-    resources: dict[str, float] = {
-        resource: options[name] for name, resource in RESOURCE_NAMES.items() if name in options
-    }
-    return {**resources, **options.get("entrypoint_resources", {})}
 
 
 def _job_path(name: str) -> str:

@@ -391,7 +391,20 @@ class PartsService:
         sealed = await asyncio.to_thread(parts.files.seal, *loads)
         try:
             if isinstance(do, wire.Open):
-                opened: PartsOpened = await call("parts.open", self._open_order(parts, do))
+                model, adapter, weights = (
+                    None if path is None else str(parts.files.folder(path))
+                    for path in (do.model, do.adapter, do.weights)
+                )
+                order = OpenParts(
+                    kind=do.kind,
+                    config=self._checked_config(do.kind, do.config, model, adapter),
+                    run=do.run,
+                    folder=str(parts.files.root),
+                    longest_prompt=do.longest_prompt,
+                    weights=weights,
+                    base=do.base,
+                )
+                opened: PartsOpened = await call("parts.open", order)
                 parts.ready = True
                 return asdict(opened)
             arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
@@ -413,21 +426,6 @@ class PartsService:
             self._parts = None
             self._note_gone(parts, reason, "parts_gone")
             self._cleaning = asyncio.create_task(asyncio.to_thread(parts.files.remove))
-
-    def _open_order(self, parts: _OpenParts, do: wire.Open) -> OpenParts:
-        model, adapter, weights = (
-            None if path is None else str(parts.files.folder(path))
-            for path in (do.model, do.adapter, do.weights)
-        )
-        return OpenParts(
-            kind=do.kind,
-            config=self._checked_config(do.kind, do.config, model, adapter),
-            run=do.run,
-            folder=str(parts.files.root),
-            longest_prompt=do.longest_prompt,
-            weights=weights,
-            base=do.base,
-        )
 
     def _checked_config(
         self,

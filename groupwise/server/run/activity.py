@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from groupwise.api.http.shared_state import KeyActivity
 from groupwise.api.schemas.activity import (
@@ -50,6 +50,18 @@ async def activity_of(
     def look(transaction: Transaction) -> ActivityAnswer:
         living_groups = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
         planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
+        steps = calls.steps_done(transaction)
+        with_steps = [
+            session.model_copy(
+                update={
+                    "models": [
+                        model.model_copy(update={"steps": steps.get(model.id, 0)})
+                        for model in session.models
+                    ]
+                }
+            )
+            for session in sessions
+        ]
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
@@ -62,7 +74,7 @@ async def activity_of(
                 for plan in planned
             ],
             events=[event_data(event) for event in events.newest_events(transaction, MOST_EVENTS)],
-            sessions=_with_steps(sessions, calls.steps_done(transaction)),
+            sessions=with_steps,
         )
 
     return await ledger.do(look)
@@ -99,18 +111,3 @@ def _living_group(row: GroupRow, uptime: float) -> LivingGroup:
         lease_seconds=max(0.0, row.lease_end - uptime) if row.state == "open" else None,
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
     )
-
-
-def _with_steps(sessions: Sequence[Session], steps: Mapping[str, int]) -> list[Session]:
-    """Add to each model of the sessions the number of steps that it has taken."""
-    return [
-        session.model_copy(
-            update={
-                "models": [
-                    model.model_copy(update={"steps": steps.get(model.id, 0)})
-                    for model in session.models
-                ]
-            }
-        )
-        for session in sessions
-    ]

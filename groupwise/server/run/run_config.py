@@ -68,7 +68,15 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
     runs = output_dir / RUNS
     model = {"name": allowed_model("model_id", request.model_id, allowed)}
     if request.adapter_path is not None:
-        model["adapter"] = _adapter_folder(request.adapter_path, allowed, runs)
+        if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", request.adapter_path):
+            try:
+                address = find.resolve(request.adapter_path, runs)
+            except RunNotFoundError as not_found:
+                raise Refusal("unknown_checkpoint", str(not_found)) from None
+            assert address.checkpoint is not None, "a step was named"
+            model["adapter"] = str(address.checkpoint.path)
+        else:
+            model["adapter"] = allowed_model("adapter_path", request.adapter_path, allowed)
     algorithm = request.algorithm
     plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.model_id.rstrip("/").rsplit("/", 1)[-1])
     config = {
@@ -172,18 +180,6 @@ def folders_in(root: Path) -> list[str]:
         else:
             names.append(folder.name)
     return names
-
-
-def _adapter_folder(name: str, allowed_models: AllowedModels, runs: Path) -> str:
-    """Folder of an adapter: `run@step` of a run of this server, otherwise named like a model."""
-    if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", name):
-        try:
-            address = find.resolve(name, runs)
-        except RunNotFoundError as error:
-            raise Refusal("unknown_checkpoint", str(error)) from None
-        assert address.checkpoint is not None, "a step was named"
-        return str(address.checkpoint.path)
-    return allowed_model("adapter_path", name, allowed_models)
 
 
 def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -47,6 +47,19 @@ def document() -> dict[str, Any]:
 
 def _operation(route: VerbRoute) -> dict[str, Any]:
     role = Role.READ if route.method == "GET" else Role.TRAIN
+    if route.answer is not None:
+        success = _json_content(route.answer)
+    elif route.gives:
+        success = {"description": route.gives, "content": {"application/zip": {"schema": _BYTES}}}
+    else:
+        success = {
+            "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
+            "`SampleResponse`; a call that came to nothing says why.",
+            "content": {
+                _JSON: {"schema": {"$ref": NAMES.format(model="Result")}},
+                _PROTOBUF: {"schema": _BYTES},
+            },
+        }
     operation: dict[str, Any] = {
         "tags": [TAG],
         "summary": route.path.removeprefix("/"),
@@ -54,7 +67,7 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
         "operationId": f"verbs_{route.handler.__name__}",
         "x-role": role.word,
         "parameters": _parameters(route),
-        "responses": {"200": _success_response(route), **_refusals(route.all_codes)},
+        "responses": {"200": success, **_refusals(route.all_codes)},
     }
     if route.answer is None and not route.gives:
         operation["responses"]["408"] = _json_content(answers.TryAgain)
@@ -94,21 +107,6 @@ def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
             }
         )
     return parameters
-
-
-def _success_response(route: VerbRoute) -> dict[str, Any]:
-    if route.answer is not None:
-        return _json_content(route.answer)
-    if route.gives:
-        return {"description": route.gives, "content": {"application/zip": {"schema": _BYTES}}}
-    return {
-        "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
-        "`SampleResponse`; a call that came to nothing says why.",
-        "content": {
-            _JSON: {"schema": {"$ref": NAMES.format(model="Result")}},
-            _PROTOBUF: {"schema": _BYTES},
-        },
-    }
 
 
 def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:

@@ -132,9 +132,13 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
                 f"{name} is {getattr(body, name)} for up to {places:,} tokens, which makes {cells:,} entries; at most {MOST_CELLS:,} are "
                 "given at once."
             )
+    # Distinct seeds: from the client's seed, or random if it gives none.
+    seed = body.sampling_params.seed
+    base_seed = secrets.randbits(64) if seed is None else seed
+    seeds = tuple(derive("verbs", base_seed, index) for index in range(body.num_samples))
     return VerbSample(
         prompt,
-        _sample_seeds(body),
+        seeds,
         params,
         bool(body.prompt_logprobs),
         body.topk_prompt_logprobs,
@@ -184,10 +188,3 @@ def _split_stops(
     texts = tuple(stop for stop in stops if isinstance(stop, str))
     tokens = tuple(stop for stop in stops if isinstance(stop, int))
     return texts, (*base.stop_token_ids, *tokens)
-
-
-def _sample_seeds(body: requests.Sample) -> tuple[int, ...]:
-    """Distinct seeds: from the client's seed, or random if it gives none."""
-    seed = body.sampling_params.seed
-    base_seed = secrets.randbits(64) if seed is None else seed
-    return tuple(derive("verbs", base_seed, index) for index in range(body.num_samples))

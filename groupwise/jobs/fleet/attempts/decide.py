@@ -305,7 +305,17 @@ def _lost_while_running(view: View) -> Move:
         failure, member = FailureClass.REBOOT, rebooted_members[0]
     else:
         failure, member = FailureClass.SUPERVISOR_LOST, unexited_members[0]
-    return _end_move(view, Outcome.FAILED, failure, _lost_reason(member))
+    if member.is_gone:
+        reason = _gone_reason(member)
+    elif member.reading is Reading.REBOOTED:
+        reason = f"{member.vm_id} has booted since"
+    elif member.reading is Reading.LOST and member.engine_says:
+        reason = f"what watched over it is silent, and {member.engine_says}"
+    elif member.reading is Reading.LOST:
+        reason = f"its supervisor on {member.vm_id} was killed"
+    else:
+        reason = f"its folder on {member.vm_id} has vanished"
+    return _end_move(view, Outcome.FAILED, failure, reason)
 
 
 def _decide_collecting(view: View) -> tuple[Effect, ...]:
@@ -476,18 +486,6 @@ def _gone_reason(member: MemberView) -> str:
     if member.lost:
         return f"{member.vm_id} was declared lost"
     return f"{member.vm_id} was silent for longer than its deadman"
-
-
-def _lost_reason(member: MemberView) -> str:
-    if member.is_gone:
-        return _gone_reason(member)
-    if member.reading is Reading.REBOOTED:
-        return f"{member.vm_id} has booted since"
-    if member.reading is Reading.LOST and member.engine_says:
-        return f"what watched over it is silent, and {member.engine_says}"
-    if member.reading is Reading.LOST:
-        return f"its supervisor on {member.vm_id} was killed"
-    return f"its folder on {member.vm_id} has vanished"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -106,13 +106,16 @@ def verdict_on(
     """Decide the job's next status when its attempt ends like this."""
     assert move.outcome is not None, "the end of an attempt has an outcome"
     blamed = _machine_to_blame(move)
+    # True if another attempt holds its GPUs or slot. This database may not know that attempt, and it may run for days.
+    code = refusals.code_of(_member_at_fault(move).get("refusal"))
+    is_taken = move.failure is FailureClass.LAUNCH_FAILURE and code in refusals.TAKEN
     facts = JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
         policy=RequestDocument.model_validate(job.request).retry_policy(),
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
-        taken=_resources_are_taken(move),
+        taken=is_taken,
         steps_back=_steps_back(attempt, move),
     )
     return after_end(facts, move.outcome, move.failure, move.because, chance)
@@ -284,12 +287,6 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
         session.scalar(select(VM.vm_id).where(*is_usable, VM.vm_id.not_in(tried_machines)).limit(1))
         is None
     )
-
-
-def _resources_are_taken(move: Move) -> bool:
-    """True if another attempt holds its GPUs or slot. This database may not know that attempt, and it may run for days."""
-    code = refusals.code_of(_member_at_fault(move).get("refusal"))
-    return move.failure is FailureClass.LAUNCH_FAILURE and code in refusals.TAKEN
 
 
 def _steps_back(attempt: Attempt, move: Move) -> bool:

@@ -167,7 +167,19 @@ def record_shown_key(
         return
     contact_before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(host_key)
     vm.misses, vm.unreachable_since = 0, None
-    vm.problem, changed = _key_problem(vm, host_key), vm.host_key is not None
+    command = f"groupwise fleet vm trust {vm.vm_id} {host_key.fingerprint}"
+    if vm.host_key is None:
+        kind = host_key.type.removeprefix("ssh-").partition("-")[0]
+        shown_problem = (
+            f"it shows the host key {host_key.fingerprint}, which is not trusted yet. Compare it with the machine's own "
+            f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
+        )
+    else:
+        shown_problem = (
+            f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand "
+            f"between, or it was set up again; nothing is sent there. If the new one is right: `{command}`"
+        )
+    vm.problem, changed = shown_problem, vm.host_key is not None
     detail = {
         "fingerprint": host_key.fingerprint,
         "changed": changed,
@@ -331,20 +343,6 @@ _PROBE_TROUBLE = {
     ProbeStatus.HUNG: "{tool} hangs",
     ProbeStatus.GARBAGE: "{tool} gives an answer that cannot be read",
 }
-
-
-def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
-    command = f"groupwise fleet vm trust {vm.vm_id} {host_key.fingerprint}"
-    if vm.host_key is None:
-        kind = host_key.type.removeprefix("ssh-").partition("-")[0]
-        return (
-            f"it shows the host key {host_key.fingerprint}, which is not trusted yet. Compare it with the machine's own "
-            f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
-        )
-    return (
-        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand "
-        f"between, or it was set up again; nothing is sent there. If the new one is right: `{command}`"
-    )
 
 
 def _key_fingerprint(key: str | None) -> str | None:

@@ -202,8 +202,22 @@ class Database:
         if not of_database and not _is_safe_to_repeat(error):
             raise error
         reason = str(error.orig).strip().partition("\n")[0].rstrip(".")
+        if isinstance(error.orig, sqlite3.Error):
+            code = _sqlite_code(error.orig)
+            folder = Path(str(self._url.database)).parent
+            is_probably_full = code in _FULL_DISK_ERRORS and disk_full.is_full(folder)
+            if code == sqlite3.SQLITE_FULL or is_probably_full:
+                message = disk_full.words(folder)
+                remedy = message[0].upper() + message[1:]
+            else:
+                remedy = _SQLITE_REMEDIES.get(code, "Mend what it names.")
+        else:
+            remedy = _POSTGRESQL_REMEDIES.get(
+                getattr(error.orig, "sqlstate", None) or "",
+                "See that the server runs, and that host, port, user, password and database name are right.",
+            )
         raise DatabaseFailure(
-            f"{self.name} does not do its work: {reason}. {_remedy(error, self._url)}",
+            f"{self.name} does not do its work: {reason}. {remedy}",
             temporary=temporary,
         ) from error
 
@@ -402,18 +416,3 @@ _POSTGRESQL_REMEDIES = {
     "53100": "Free space on its disk.",
     "53300": "Raise its max_connections, or run fewer processes of the fleet.",
 }
-
-
-def _remedy(error: sql.DBAPIError, url: URL) -> str:
-    if isinstance(error.orig, sqlite3.Error):
-        code = _sqlite_code(error.orig)
-        folder = Path(str(url.database)).parent
-        is_probably_full = code in _FULL_DISK_ERRORS and disk_full.is_full(folder)
-        if code == sqlite3.SQLITE_FULL or is_probably_full:
-            message = disk_full.words(folder)
-            return message[0].upper() + message[1:]
-        return _SQLITE_REMEDIES.get(code, "Mend what it names.")
-    return _POSTGRESQL_REMEDIES.get(
-        getattr(error.orig, "sqlstate", None) or "",
-        "See that the server runs, and that host, port, user, password and database name are right.",
-    )

@@ -45,7 +45,12 @@ def is_current(connection: Connection) -> bool:
 
 
 def _is_current(connection: Connection) -> bool:
-    stored_fingerprint = _stored_fingerprint(connection)
+    if FINGERPRINT not in inspect(connection).get_view_names():
+        stored_fingerprint = None
+    else:
+        stored_fingerprint = connection.exec_driver_sql(
+            f"SELECT fingerprint FROM {FINGERPRINT}"
+        ).scalar_one()
     # Compared without alembic: every command checks this first, and loading alembic takes longer than most commands.
     if stored_fingerprint == _own_fingerprint(connection.dialect.name):
         version = connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")
@@ -176,12 +181,6 @@ def _derived_statements(dialect: str) -> Iterator[str]:
 def _own_fingerprint(dialect: str) -> str:
     digest = hashlib.sha256("\n".join(_derived_statements(dialect)).encode()).hexdigest()
     return f"{RULES}:{digest}"
-
-
-def _stored_fingerprint(connection: Connection) -> str | None:
-    if FINGERPRINT not in inspect(connection).get_view_names():
-        return None
-    return connection.exec_driver_sql(f"SELECT fingerprint FROM {FINGERPRINT}").scalar_one()
 
 
 def _drop_derived(connection: Connection) -> None:

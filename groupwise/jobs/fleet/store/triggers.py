@@ -414,13 +414,18 @@ def _machine_rules(dialect: str) -> Iterator[Rule]:
         conditions["last_polled"] = (
             "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
         )
+    # SQL condition: the name of the engine changes. A new engine cannot report on jobs that the old one started.
+    engine_name = (
+        "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    )
+    another_engine = f"({engine_name.format('NEW')}) <~> ({engine_name.format('OLD')})"
     yield Rule(
         "vm_engine_stays",
         "vms",
         "UPDATE",
         _IN_USE,
         "what begins jobs on a machine does not change while something runs there: drain it first, and wait for its jobs",
-        about=_another_engine(dialect),
+        about=another_engine,
     )
     for operation in ("INSERT", "UPDATE"):
         for column, condition in conditions.items():
@@ -436,14 +441,6 @@ def _machine_rules(dialect: str) -> Iterator[Rule]:
             "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
             about="" if operation == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
         )
-
-
-def _another_engine(dialect: str) -> str:
-    """SQL condition: the name of the engine changes. A new engine cannot report on jobs that the old one started."""
-    engine_name = (
-        "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
-    )
-    return f"({engine_name.format('NEW')}) <~> ({engine_name.format('OLD')})"
 
 
 def _no_name(dialect: str, value: str) -> str:

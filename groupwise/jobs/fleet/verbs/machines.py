@@ -294,7 +294,21 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Reservation.vm_id == vm.vm_id, Reservation.released_at.is_(None))
     ):
-        holder = _holder_document(actor, reservation, attempt, job)
+        # The reservation's holder; callers without access to its project learn only that there is one.
+        if not actor.may_see(job.project):
+            holder = {
+                "job_id": None,
+                "epoch": None,
+                "share_mb": reservation.share_mb,
+                "cleanup": None,
+            }
+        else:
+            holder = {
+                "job_id": job.job_id,
+                "epoch": attempt.epoch,
+                "share_mb": reservation.share_mb,
+                "cleanup": attempt.cleanup if attempt.state == AttemptState.ENDED else None,
+            }
         if reservation.gpu_id is None:
             slots.append(holder)
         else:
@@ -330,20 +344,6 @@ def _engine_slots(vm: VM, in_use: int) -> Document:
     total = engine.body.slots
     free_slots = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
     return {"total_slots": total, "available_slots": free_slots}
-
-
-def _holder_document(
-    actor: Actor, reservation: Reservation, attempt: Attempt, job: Job
-) -> Document:
-    """The reservation's holder; callers without access to its project learn only that there is one."""
-    if not actor.may_see(job.project):
-        return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
-    return {
-        "job_id": job.job_id,
-        "epoch": attempt.epoch,
-        "share_mb": reservation.share_mb,
-        "cleanup": attempt.cleanup if attempt.state == AttemptState.ENDED else None,
-    }
 
 
 def _takes_work(vm: VM) -> bool:

@@ -165,7 +165,14 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
     same_boot = state.get("boot_id") == boot_id()
     # The boot-clock time of the supervisor's last heartbeat.
     beat = number_in(cell_words(attempt.at("heartbeat")))
-    count, step = progress_of(attempt, state, current_state, exit_record, progress)
+    if exit_record is not None and exit_record["checkpoints"] is not None:
+        count, step = exit_record["checkpoints"], exit_record["step"]
+    elif progress is not None:
+        count, step = progress
+    elif current_state in ("voided", "refused", "claimed", "queued"):
+        count, step = 0, None
+    else:
+        count, step = count_checkpoints(attempt, state)
     answer = absent_member(attempt)
     answer.update({name: state.get(name) for name in MEMBER_FIELDS})
     answer.update(
@@ -247,23 +254,6 @@ def state_name(
     if phase == "queued" and has_token:
         return "queued"
     return "lost" if state.get("boot_id") in (None, boot_id()) else "rebooted"
-
-
-def progress_of(
-    attempt: Attempt,
-    state: dict[str, Any],
-    state_name: str,
-    exit_record: dict[str, Any] | None,
-    progress: tuple[int, int | None] | None,
-) -> tuple[int, int | None]:
-    """The number of complete checkpoints, and the step of the newest."""
-    if exit_record is not None and exit_record["checkpoints"] is not None:
-        return exit_record["checkpoints"], exit_record["step"]
-    if progress is not None:
-        return progress
-    if state_name in ("voided", "refused", "claimed", "queued"):
-        return 0, None
-    return count_checkpoints(attempt, state)
 
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
