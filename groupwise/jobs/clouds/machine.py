@@ -229,11 +229,7 @@ class MachineBackend:
         for tries_left in reversed(range(TRIES)):
             state = await self._start_epoch(order, store, epoch, attempt, resume)
             if not tries_left or state.refused is None or state.refused.code not in LOST_RACES:
-                # An attempt that was cancelled before its start is not a refusal.
-                if state.refused is not None and state.state is not RunnerState.VOIDED:
-                    raise CloudError(
-                        f"{self._where} does not begin {order.name}: {_refusal_text(state.refused)}"
-                    )
+                self._expect_started(order, state)
                 return self._handle(state)
             if state.refused.code == OVERTAKEN and (
                 existing := await self._attempt_since(order, epoch)
@@ -241,6 +237,13 @@ class MachineBackend:
                 return existing
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
+
+    def _expect_started(self, order: Order, state: MemberState) -> None:
+        """Raise CloudError if the machine refused to start it. An attempt that was cancelled before its start is not a refusal."""
+        if state.refused is not None and state.state is not RunnerState.VOIDED:
+            raise CloudError(
+                f"{self._where} does not begin {order.name}: {_refusal_text(state.refused)}"
+            )
 
     async def _attempt_since(self, order: Order, epoch: int) -> Handle | None:
         """The attempt of this job that was started here under this epoch or a later one, or None. Raises NameTaken if it belongs to another

@@ -128,23 +128,11 @@ class PendingIds:
                     break
                 self._ids.add(name)
             anything = bool(self._ids)
-        if anything:
-            self._wake()
-
-    def _wake(self) -> None:
-        loop = self._loop
-        if loop is None:
+        if anything and self._loop is None:
             self._has_ids.set()  # no task waits yet; the event only remembers
-            return
-        try:
-            is_same_loop = asyncio.get_running_loop() is loop
-        except RuntimeError:
-            is_same_loop = False
-        if is_same_loop:
-            self._has_ids.set()
-        else:
+        elif anything:
             with suppress(RuntimeError):  # the loop has ended, and the waiter with it
-                loop.call_soon_threadsafe(self._has_ids.set)
+                self._loop.call_soon_threadsafe(self._has_ids.set)
 
     async def wait(self, timeout: float | None) -> frozenset[str]:
         """Return all ids, as soon as there are any; empty after `timeout` seconds without one. None: wait without a limit."""
