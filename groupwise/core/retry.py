@@ -1,7 +1,7 @@
 """Retries of something that may succeed later, such as a connection to a server that restarts: how long to pause, and how long in all.
 
-`doubled` is the bound of a pause. `Backoff` counts failures and draws the pauses, `Retry` gives up after a time. `Timing` holds clocks,
-sleep and random numbers, so tests need not wait.
+`doubled` is the bound of a pause. `Backoff` counts failures and draws the pauses, `Retry` gives up after a time, `Outage` also tells people
+of it. `Timing` holds clocks, sleep and random numbers, so tests need not wait.
 """
 
 from __future__ import annotations
@@ -86,3 +86,29 @@ class Retry:
         if pause > self.left:
             raise error
         return pause
+
+
+class Outage:
+    """A time in which something does not answer: one message when it begins, and one when it is over."""
+
+    def __init__(
+        self, retry: Retry, tell: Callable[[str], None], lost: Callable[[Exception], str], back: str
+    ) -> None:
+        """`lost` makes the first message from the first error, `back` is the last message."""
+        self._retry, self._tell, self._lost, self._back = retry, tell, lost, back
+        self._is_reported = False
+
+    def pause(self, error: Exception) -> float:
+        """Seconds until the next attempt. Raises the error if the time for attempts is over."""
+        pause = self._retry.next(error)
+        if not self._is_reported:
+            self._is_reported = True
+            self._tell(self._lost(error))
+        return pause
+
+    def end(self) -> None:
+        """Call after an answer."""
+        self._retry.renew()
+        if self._is_reported:
+            self._is_reported = False
+            self._tell(self._back)

@@ -507,7 +507,7 @@ class FleetClient:
                 continue
             failures += 1
             if silent or failures % TRIES == 0 or not is_temporary(failure):
-                outage.pause_or_raise(failure)
+                self.retries.pause_or_raise(outage, failure)
             self._sleep(backoff.next())
 
     # Machines, projects, keys, state

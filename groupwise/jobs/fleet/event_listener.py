@@ -52,34 +52,31 @@ class EventListener:
     async def run(self) -> None:
         """Print a greeting, then the events, until cancelled or until the output cannot be written any more."""
         try:
-            await self._print_events()
+            self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
+            unobserved = select(VM.vm_id).where(
+                VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None)
+            )
+            for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
+                if await self._read_database(lambda session: session.scalar(unobserved)) is None:
+                    break
+                await asyncio.sleep(LOOK_SECONDS)
+            for line in await self._read_database(_greeting_lines):
+                self._say(line)
+            if self._url is not None:
+                self._say(f"Its API, for other programs: {self._url}")
+            newest = select(func.max(Event.event_id))
+            self._position = await self._read_database(lambda session: session.scalar(newest) or 0)
+            while True:
+                lines, self._position = await self._when_it_answers(
+                    lambda: self._database.in_thread(self._next_lines)
+                )
+                for line in lines:
+                    self._say(line)
+                await asyncio.sleep(LOOK_SECONDS)
         except OSError as error:
             log.warning("the news cannot be written, so there is none any more: %s", error)
         except Exception:  # a bug in a line of text ends no role
             log.exception("there are no news any more; the fleet goes on")
-
-    async def _print_events(self) -> None:
-        self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
-        unobserved = select(VM.vm_id).where(
-            VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None)
-        )
-        for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
-            if await self._read_database(lambda session: session.scalar(unobserved)) is None:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
-        for line in await self._read_database(_greeting_lines):
-            self._say(line)
-        if self._url is not None:
-            self._say(f"Its API, for other programs: {self._url}")
-        newest = select(func.max(Event.event_id))
-        self._position = await self._read_database(lambda session: session.scalar(newest) or 0)
-        while True:
-            lines, self._position = await self._when_it_answers(
-                lambda: self._database.in_thread(self._next_lines)
-            )
-            for line in lines:
-                self._say(line)
-            await asyncio.sleep(LOOK_SECONDS)
 
     async def _read_database(self, look: Callable[[Session], T]) -> T:
         return await self._when_it_answers(lambda: self._database.read_in_thread(look))

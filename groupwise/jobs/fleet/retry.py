@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, RunError
-from groupwise.core.retry import Backoff, Retry
+from groupwise.core.retry import Backoff, Outage, Retry
 
 T = TypeVar("T")
 RETRY_SECONDS = 600.0
@@ -59,51 +59,27 @@ class RequestRetries:
             try:
                 answer = request()
             except GroupwiseError as error:
-                outage.pause_or_raise(error)
+                self.pause_or_raise(outage, error)
             else:
                 outage.end()
                 return answer
 
     def outage(self) -> Outage:
         """Track a period without an answer, for callers that do not use `ask`."""
-        backoff = Backoff(PAUSE, PAUSE, low=1.0)
         return Outage(
-            self.seconds, Retry(self.seconds, backoff, self._clock), self._tell, self._sleep
+            Retry(self.seconds, Backoff(PAUSE, PAUSE, low=1.0), self._clock),
+            self._tell,
+            lambda error: (
+                f"the fleet does not answer, and is asked on for {self.seconds / 60:g} minutes: {error}"
+            ),
+            "the fleet answers again",
         )
 
-
-class Outage:
-    """A period without an answer."""
-
-    def __init__(
-        self,
-        seconds: float,
-        retry: Retry,
-        tell: Callable[[str], None],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._seconds, self._retry = seconds, retry
-        self._tell, self._sleep = tell, sleep
-        self._is_reported = False
-
-    def pause_or_raise(self, error: GroupwiseError) -> None:
+    def pause_or_raise(self, outage: Outage, error: GroupwiseError) -> None:
         """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
         if not is_temporary(error):
             raise error
-        pause = self._retry.next(error)
-        if not self._is_reported:
-            self._is_reported = True
-            self._tell(
-                f"the fleet does not answer, and is asked on for {self._seconds / 60:g} minutes: {error.message}"
-            )
-        self._sleep(pause)
-
-    def end(self) -> None:
-        """Note that the fleet has answered."""
-        self._retry.renew()
-        if self._is_reported:
-            self._is_reported = False
-            self._tell("the fleet answers again")
+        self._sleep(outage.pause(error))
 
 
 def is_temporary(error: GroupwiseError) -> bool:

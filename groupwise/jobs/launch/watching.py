@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from groupwise.core.retry import Backoff, Outage, Retry
 from groupwise.jobs.clouds.backend import (
     Backend,
     Busy,
@@ -91,18 +92,16 @@ async def with_retries(
 ) -> Result:
     """Repeat a request until there is an answer. Errors in `passing` are raised only after RETRY_TIMEOUT without an answer, others at
     once."""
-    silent_since: float | None = None
+    retry = Retry(
+        RETRY_TIMEOUT, Backoff(RETRY_SECONDS, RETRY_SECONDS, low=1.0), clock=time.monotonic
+    )
+    retry.renew()  # the time counts from the first failure
+    outage = Outage(retry, say, lambda error: f"{error} Asking again.", "it answers again")
     while True:
         try:
             answer = await call()
         except passing as error:
-            if silent_since is None:
-                silent_since = time.monotonic()
-                say(f"{error.message} Asking again.")
-            elif time.monotonic() - silent_since >= RETRY_TIMEOUT:
-                raise
-            await asyncio.sleep(RETRY_SECONDS)
-            continue
-        if silent_since is not None:
-            say("it answers again")
-        return answer
+            await asyncio.sleep(outage.pause(error))
+        else:
+            outage.end()
+            return answer

@@ -235,7 +235,11 @@ class Stint:
         set_cell(self.volume_attempt.at("heartbeat"), f"{boot_clock():.3f}")
         self.context.volume.commit()
         self.context.volume.reload()
-        self.forward_cancel()
+        # Pass a cancellation on to the supervisor; the request is a file on the volume.
+        grace = number_in(cell_words(self.volume_attempt.at("cancel")))
+        if grace is not None and grace != number_in(cell_words(self.local_attempt.at("cancel"))):
+            set_cell(self.local_attempt.at("cancel"), f"{grace:.3f}")
+            wake_supervisor(self.local_attempt)
 
     def sync_log(self) -> None:
         """Append new output to the log on the volume, which already has the output of earlier stints."""
@@ -291,13 +295,6 @@ class Stint:
                 raise
             return
         self.copied[checkpoint.path] = (checkpoint.step, self.manifest_mark(checkpoint))
-
-    def forward_cancel(self) -> None:
-        """Pass a cancellation on to the supervisor; the request is a file on the volume."""
-        grace = number_in(cell_words(self.volume_attempt.at("cancel")))
-        if grace is not None and grace != number_in(cell_words(self.local_attempt.at("cancel"))):
-            set_cell(self.local_attempt.at("cancel"), f"{grace:.3f}")
-            wake_supervisor(self.local_attempt)
 
     # - after
 

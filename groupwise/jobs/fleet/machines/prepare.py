@@ -34,6 +34,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.retry import Backoff, Outage, Retry
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines.builder import PRUNE_AFTER_SECONDS
 from groupwise.jobs.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
@@ -309,7 +310,7 @@ class _BuildTask:
 
     async def _launch_attempt(self, launch: Launch) -> MemberState | None:
         """The state after the launch. None: some of its files have just been swept from the machine."""
-        started_at = time.monotonic()
+        retry = Retry(CONNECTION_TIMEOUT, Backoff(AGAIN, AGAIN, low=1.0))
         while True:
             try:
                 return await self.runner.launch(launch)
@@ -317,11 +318,9 @@ class _BuildTask:
                 if refusal.code == "missing_blobs":
                     return None
                 raise
-            except OutcomeUnknown:
+            except OutcomeUnknown as error:
                 # An epoch is launched at most once, so it is safe to send the request again.
-                if time.monotonic() - started_at > CONNECTION_TIMEOUT:
-                    raise
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(retry.next(error))
 
     async def _remove_earlier_builds(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
@@ -374,7 +373,16 @@ class _Follower:
         self.runner, self.tell = runner, tell
         self._offset = 0
         self._partial_line = b""
-        self._silent_since: float | None = None
+        retry = Retry(CONNECTION_TIMEOUT, Backoff(AGAIN, AGAIN, low=1.0))
+        retry.renew()  # the time counts from the first failure
+        self._outage = Outage(
+            retry,
+            tell,
+            lambda error: (
+                f"the connection is lost ({error}); it goes on there, and is looked for again"
+            ),
+            "the connection is back",
+        )
 
     async def follow(self, state: MemberState) -> MemberState:
         """Follow it until it has ended. Raises HostError if the machine stays silent for CONNECTION_TIMEOUT."""
@@ -388,23 +396,15 @@ class _Follower:
                     {(state.job, state.epoch): known}, seconds=WAIT
                 ):
                     state = new_state
-                self._note_contact()
+                self._outage.end()
             except (HostUnreachable, OutcomeUnknown) as error:
-                now = time.monotonic()
-                if self._silent_since is None:
-                    self._silent_since = now
-                    self.tell(
-                        f"the connection is lost ({error}); it goes on there, and is looked for again"
-                    )
-                if now - self._silent_since > CONNECTION_TIMEOUT:
-                    raise
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(self._outage.pause(error))
 
     async def _read_log(self, state: MemberState) -> None:
         """Read the log up to its present end. An attempt that has ended writes no more, so this is then the whole log."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
-            self._note_contact()
+            self._outage.end()
             if not part.data:
                 break
             self._offset += len(part.data)
@@ -413,8 +413,3 @@ class _Follower:
                 self.tell(line.decode("utf-8", "replace"))
         if state.state not in ALIVE and self._partial_line:
             self.tell(self._partial_line.decode("utf-8", "replace"))
-
-    def _note_contact(self) -> None:
-        if self._silent_since is not None:
-            self.tell("the connection is back")
-        self._silent_since = None
