@@ -127,12 +127,12 @@ class PendingIds:
                 if len(self._ids) >= MOST_PENDING:
                     break
                 self._ids.add(name)
-            anything = bool(self._ids)
-        if anything and self._loop is None:
+            anything, loop = bool(self._ids), self._loop
+        if anything and loop is None:
             self._has_ids.set()  # no task waits yet; the event only remembers
-        elif anything:
+        elif anything and loop is not None:
             with suppress(RuntimeError):  # the loop has ended, and the waiter with it
-                self._loop.call_soon_threadsafe(self._has_ids.set)
+                loop.call_soon_threadsafe(self._has_ids.set)
 
     async def wait(self, timeout: float | None) -> frozenset[str]:
         """Return all ids, as soon as there are any; empty after `timeout` seconds without one. None: wait without a limit."""
