@@ -4,7 +4,7 @@ A group is *open* from its sampling until its client posts rewards. Then it is *
 it. A step's plan takes it (*planned*), and the step's commit ends it as *trained*. All other groups end as *expired* (the lease ran out),
 *given_up* (by the client), *stale* (the policy moved on) or *quarantined* (the step ended the engine twice). Every other transition is a
 bug in the server: `next_state` refuses it here, and a trigger made from the same table refuses it in the database
-(`groupwise.server.ledger.schema`).
+(`schema.sql`).
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ TABLE: dict[State, dict[Event, State]] = {
 FINAL_STATES: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
 """The final states."""
 
+FREE: tuple[State, ...] = ("expired", "given_up")
+"""States in which a group no longer occupies its draw."""
+
+WITHOUT_REWARDS: tuple[State, ...] = ("open", "expired")
+"""States without rewards. `given_up` is not among them, because such a group may have been held before."""
+
+IN_A_PLAN: tuple[State, ...] = ("planned", "trained", "quarantined")
+
 
 class MoveError(UsageError, ValueError):
     """An event that is impossible in this state of a group. The message lists the possible ones."""
@@ -91,3 +99,8 @@ def states_before(event: Event) -> tuple[State, ...]:
 def transitions() -> tuple[tuple[State, State], ...]:
     """All transitions as pairs of states, each once, in the order of the table."""
     return tuple(dict.fromkeys((old, new) for old in TABLE for new in TABLE[old].values()))
+
+
+def sql_list(states: tuple[State, ...]) -> str:
+    """States for SQL's `IN (…)`, without the parentheses."""
+    return ", ".join(f"'{state}'" for state in states)

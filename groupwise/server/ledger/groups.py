@@ -16,9 +16,15 @@ from typing import Any
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
-from groupwise.server.ledger.group_states import TABLE, State, next_state, states_before
+from groupwise.server.ledger.group_states import (
+    FREE,
+    TABLE,
+    State,
+    next_state,
+    sql_list,
+    states_before,
+)
 from groupwise.server.ledger.runs import require_active
-from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Row, Transaction
 
 

@@ -20,7 +20,7 @@ from groupwise.api.schemas.openai import BY_IDS
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.core.types import Example, Group, Prompt, Rollout, from_json, to_json
 from groupwise.runs.encoding import label
-from groupwise.server.ledger.group_states import next_state
+from groupwise.server.ledger.group_states import FREE, next_state, sql_list
 from groupwise.server.ledger.groups import (
     Echo,
     GroupRow,
@@ -30,7 +30,6 @@ from groupwise.server.ledger.groups import (
     set_group_state,
 )
 from groupwise.server.ledger.runs import require_active
-from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.tasks.rollouts.trajectory import Turn, join_turns
 

@@ -9,8 +9,7 @@ import pytest
 
 from groupwise.core.errors import StoreError
 from groupwise.runs.database import Database
-from groupwise.server.ledger.file import open_file
-from groupwise.server.ledger.schema import APPLICATION_ID, MIGRATIONS
+from groupwise.server.ledger.file import APPLICATION_ID, MIGRATIONS, open_file
 
 
 def one(connection: sqlite3.Connection, pragma: str) -> object:
