@@ -116,7 +116,7 @@ def session(transaction: Transaction, id: str) -> SessionRow | None:
         )
     )
     name, metadata = row
-    return SessionRow(id, name, _unpack_metadata(metadata), runs, samplers)
+    return SessionRow(id, name, None if metadata is None else unpack_json(metadata), runs, samplers)
 
 
 def session_ids(transaction: Transaction, limit: int, offset: int) -> list[str]:
@@ -129,8 +129,10 @@ def session_ids(transaction: Transaction, limit: int, offset: int) -> list[str]:
 
 def _training_run(row: Row) -> TrainingRunRow:
     id, owner, spec, metadata, last_request_at = row
-    return TrainingRunRow(id, owner, unpack_json(spec), _unpack_metadata(metadata), last_request_at)
-
-
-def _unpack_metadata(stored: str | None) -> dict[str, str] | None:
-    return None if stored is None else unpack_json(stored)
+    return TrainingRunRow(
+        id,
+        owner,
+        unpack_json(spec),
+        None if metadata is None else unpack_json(metadata),
+        last_request_at,
+    )

@@ -165,7 +165,7 @@ async def prune(
         hello = await runner.hello()
         order = {
             "prune": True,
-            "folder": _environments_folder(hello),
+            "folder": posixpath.dirname(hello.root),
             "asked_at": _machine_time(hello),
             "keep": list(await keep()),
         }
@@ -214,11 +214,6 @@ def _machine_time(hello: Hello) -> float:
     return time.time() if hello.time is None else hello.time
 
 
-def _environments_folder(hello: Hello) -> str:
-    """The folder of all environments, as an absolute path of the machine."""
-    return posixpath.dirname(hello.root)
-
-
 async def _build_environment(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
 ) -> Prepared:
@@ -226,7 +221,7 @@ async def _build_environment(
     runner = builds_of(machine, host)
     hello = await runner.hello()
     while True:
-        files = await asyncio.to_thread(sent_files, plan, _environments_folder(hello), store)
+        files = await asyncio.to_thread(sent_files, plan, posixpath.dirname(hello.root), store)
         spec = JobSpec(
             BUILDER,
             environment=plan.environment,

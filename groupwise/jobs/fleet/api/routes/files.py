@@ -195,7 +195,7 @@ async def read_log(
     ] = 0.0,
 ) -> Response:
     """The next piece of a job's log, as bytes; empty if nothing new came within `wait` seconds."""
-    job = await _read_progress(context, job_id)
+    job = await context.read(jobs.progress, job_id)
     logs = context.serving.folders.logs
     follower = await asyncio.to_thread(
         follower_at, logs, job_id, epoch=epoch, offset=offset, rank=rank, tail=tail
@@ -208,7 +208,7 @@ async def read_log(
         if piece is not None or is_over or is_late or context.serving.ending.is_set():
             break
         await asyncio.sleep(LOOK_AGAIN)
-        job = await _read_progress(context, job_id)
+        job = await context.read(jobs.progress, job_id)
     headers = {ENDED_HEADER: "true" if is_over and piece is None else "false"}
     if follower.position is not None:
         headers[EPOCH_HEADER] = str(follower.position.epoch)
@@ -218,10 +218,6 @@ async def read_log(
     )
 
 
-async def _read_progress(context: RequestContext, job_id: str) -> dict[str, Any]:
-    return await context.read(jobs.progress, job_id)
-
-
 # Outputs of jobs
 
 
@@ -229,7 +225,7 @@ async def list_artefacts(
     context: Context, job_id: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """The outputs of an attempt: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
-    job = await _job_with_outputs(context, job_id)
+    job = await context.read(outputs.job_that_left, job_id)
     folder = context.serving.folders.artefacts
     return document(await asyncio.to_thread(outputs.artefacts, folder, job, epoch, rank))
 
@@ -238,14 +234,10 @@ async def read_artefact(
     context: Context, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """One of these files, or the requested `Range` of it."""
-    job = await _job_with_outputs(context, job_id)
+    job = await context.read(outputs.job_that_left, job_id)
     folder = context.serving.folders.artefacts
     file = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
     return FileResponse(file, media_type="application/octet-stream")
-
-
-async def _job_with_outputs(context: RequestContext, job_id: str) -> dict[str, Any]:
-    return await context.read(outputs.job_that_left, job_id)
 
 
 async def list_checkpoints(context: Context, job_id: str) -> Response:
