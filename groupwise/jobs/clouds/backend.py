@@ -185,8 +185,8 @@ def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an order's document that decide whether two orders describe the same job."""
     options: Mapping[str, Any] = document.get("asks") or {}
     asks = {name: value for name, value in options.items() if name != MODEL_GB}
-    kept = {name: value for name, value in document.items() if name not in NON_IDENTITY_FIELDS}
-    return {**kept, "asks": asks}
+    identity = {name: value for name, value in document.items() if name not in NON_IDENTITY_FIELDS}
+    return {**identity, "asks": asks}
 
 
 @dataclass(frozen=True, slots=True)

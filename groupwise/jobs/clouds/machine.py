@@ -320,8 +320,8 @@ class MachineBackend:
         of_vendors = [[u for u in free if vendor_of(u) == name] for name in ("NVIDIA", "AMD")]
         free = max(of_vendors, key=len)
         if len(free) < count:
-            said = "; ".join([*probe.lost, *(p for gpu in gpus for p in gpu.problems)][:3])
-            detail = f" {probe.tool}: {said or probe.status}." if said or not gpus else ""
+            problems = "; ".join([*probe.lost, *(p for gpu in gpus for p in gpu.problems)][:3])
+            detail = f" {probe.tool}: {problems or probe.status}." if problems or not gpus else ""
             raise CloudError(
                 f"{self._where} has {counted(len(gpus), 'GPU')}, {len(free)} of them free, and {count} are asked for.{detail} A fleet "
                 "(`groupwise fleet`) keeps jobs until there are some."

@@ -68,37 +68,37 @@ PROBE_TIMEOUT = 120.0
 NATS_SECONDS = 3.0
 LOOK = """
 import importlib.metadata, json, os, platform, sys, warnings
-said = {"python": platform.python_version()}
+result = {"python": platform.python_version()}
 try:
     import groupwise
-    said["groupwise"] = groupwise.__version__
+    result["groupwise"] = groupwise.__version__
 except Exception as error:
     if getattr(error, "name", None) != "groupwise":
-        said["why"] = "%s: %s" % (type(error).__name__, error)
+        result["why"] = "%s: %s" % (type(error).__name__, error)
 try:
     with open(os.path.join(sys.prefix, "environment.json")) as file:
-        said["wheel"] = json.load(file)["wheel"]
+        result["wheel"] = json.load(file)["wheel"]
 except (OSError, ValueError, KeyError, TypeError):
     pass
 try:
-    said["torch"] = importlib.metadata.version("torch")
+    result["torch"] = importlib.metadata.version("torch")
 except importlib.metadata.PackageNotFoundError:
     pass
-if "torch" in said and sys.argv[1] == "gpus":
+if "torch" in result and sys.argv[1] == "gpus":
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         os.environ.pop(name, None)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             import torch
-            said["build"] = torch.version.cuda or torch.version.hip
-            said["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            result["build"] = torch.version.cuda or torch.version.hip
+            result["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
         except Exception as error:
-            said["torch_why"] = "%s: %s" % (type(error).__name__, error)
-    if told and not said.get("gpus"):
-        said.setdefault("torch_why", str(told[-1].message))
+            result["torch_why"] = "%s: %s" % (type(error).__name__, error)
+    if caught and not result.get("gpus"):
+        result.setdefault("torch_why", str(caught[-1].message))
 print()
-print(json.dumps(said))
+print(json.dumps(result))
 """
 """The tiny command's program. It is given no GPU and uses none: it counts those that torch could use."""
 

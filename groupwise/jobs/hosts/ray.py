@@ -157,8 +157,8 @@ class RayRunner(SchedulerRunner[RayJob]):
         named: dict[str, float] = {
             resource: options[name] for name, resource in RESOURCE_NAMES.items() if name in options
         }
-        asked = {**named, **options.get("entrypoint_resources", {})}
-        requested: Mapping[str, float] = gang["bundle"] if gang is not None else asked
+        resources = {**named, **options.get("entrypoint_resources", {})}
+        requested: Mapping[str, float] = gang["bundle"] if gang is not None else resources
         amounts = ", ".join(
             f"{_format_amount(amount)} {name}" for name, amount in requested.items()
         )

@@ -30,8 +30,8 @@ def refuse_unknown_tokens(token_ids: Sequence[int], vocabulary: int, field: Orde
 def stop_token_ids(sampling: Sampling, own: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
     """The tokens that end a completion: the run's `own`, unless they are ignored, and those that the order adds."""
     refuse_unknown_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
-    kept = () if sampling.ignore_eos else own
-    return (*kept, *(id for id in dict.fromkeys(sampling.stop_token_ids) if id not in kept))
+    own_ids = () if sampling.ignore_eos else own
+    return (*own_ids, *(id for id in dict.fromkeys(sampling.stop_token_ids) if id not in own_ids))
 
 
 def check_processing(params: SamplingParams, vocabulary: int) -> None:

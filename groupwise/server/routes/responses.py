@@ -98,8 +98,8 @@ def response_routes(service: OpenAIService) -> tuple[Route, ...]:
 
     async def retrieve_response(context: Context, response_id: ResponseId) -> Response:
         """A response that is kept."""
-        kept = await service.kept_response(context.caller, response_id)
-        return json_response(ResponseData.model_validate(kept.response))
+        stored = await service.kept_response(context.caller, response_id)
+        return json_response(ResponseData.model_validate(stored.response))
 
     async def delete_response(context: Context, response_id: ResponseId) -> Response:
         """Keep a response no longer. Those that went on from it stay."""

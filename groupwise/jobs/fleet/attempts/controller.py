@@ -191,7 +191,7 @@ class _MemberMonitor:
         """True if the runner that answers has another root: a different machine or folder, which knows nothing of the attempt."""
         self.ended: float | None = None
         """When its command ended, by this process's monotonic clock."""
-        self.asked = False
+        self.was_asked = False
         """The member has been asked, and the answer is still valid."""
         self.refusal: str | None = None
         self.provided = True
@@ -219,19 +219,19 @@ class _MemberMonitor:
         """Store an answer without waking the controller: it asked for the answer, and checks by itself whether anything changed."""
         self.elsewhere = self.place not in (None, state.place)
         if self.elsewhere:
-            self.last, self.reachable, self.asked = None, False, False
+            self.last, self.reachable, self.was_asked = None, False, False
             return
         self.place = state.place
         if self.ended is None and state.exit is not None and state.exit.age is not None:
             self.ended = self._clock() - state.exit.age
-        self.last, self.reachable, self.asked = state, True, True
+        self.last, self.reachable, self.was_asked = state, True, True
 
     def on_contact_lost(self, reason: str) -> None:
         self.last, self.reachable, self.machine_answers, self.elsewhere = None, False, False, False
         self._wake()
 
     def on_contact(self) -> None:
-        self.last, self.reachable, self.asked = None, True, False
+        self.last, self.reachable, self.was_asked = None, True, False
         self._wake()
 
     @property
@@ -378,9 +378,9 @@ class AttemptController:
                 self._note_silence(monitor, error)
         except HostError as error:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
-            if not monitor.asked:
+            if not monitor.was_asked:
                 self._note_silence(monitor, error)
-            monitor.last, monitor.asked = (
+            monitor.last, monitor.was_asked = (
                 None,
                 False,
             )  # asked again, once, before it counts as silent

@@ -99,21 +99,21 @@ class LocalDoorbell:
     def _listen(self) -> None:
         if self._folder is None:
             return
-        ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with OpenFolder(self._folder) as opened:
-                ear.bind(opened.address(self._name))
+                listener.bind(opened.address(self._name))
         except OSError as error:
-            ear.close()
+            listener.close()
             logger.warning(
                 "no doorbell in %s (%s): jobs that other processes submit wait for the next sweep",
                 self._folder,
                 error,
             )
             return
-        self._socket = ear
-        asyncio.get_running_loop().add_reader(ear.fileno(), self._read_messages, ear)
+        self._socket = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._read_messages, listener)
 
     def _read_messages(self, listener: socket.socket) -> None:
         with suppress(BlockingIOError):

@@ -104,17 +104,17 @@ def fits_model(wanted: str | None, model: str | None, memory_mb: int | None) -> 
 
     A MIG device is found only by its profile or the word MIG, and does not have the size of its card.
     """
-    words, asked = model_words(model or ""), model_words(wanted or "")
+    words, wanted_words = model_words(model or ""), model_words(wanted or "")
     if "mig" in words:
         words = [word for word in words if not _GIGABYTES.fullmatch(word)]
     elif "hbm3" in words:  # an H100 SXM5 calls itself `NVIDIA H100 80GB HBM3`
         words.append("sxm5")
-    if ("mig" in words) != ("mig" in asked):
+    if ("mig" in words) != ("mig" in wanted_words):
         return False
     spans = [(i, j) for i in range(len(words)) for j in range(i + 1, min(i + 4, len(words)) + 1)]
     sizes = [word for word in words if _GIGABYTES.fullmatch(word)]
     found: set[str] = set()
-    for word in asked:
+    for word in wanted_words:
         size = _GIGABYTES.fullmatch(word)
         if size and not sizes:
             mib = 1024 * int(size[1])

@@ -49,9 +49,9 @@ def resolve_gpu(request: LaunchRequest, report: GpuReport, uuid: str) -> dict[st
     """One GPU of the report. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
     gpu = report.gpu(uuid)
     if gpu is None:
-        said = "; ".join(report.lost) or report.stderr.strip()[:500]
+        problem = "; ".join(report.lost) or report.stderr.strip()[:500]
         message = f"no GPU {uuid} here: {report.tool} {report.status}"
-        raise LaunchRefused("gpu_missing", message + (f" ({said})" if said else ""))
+        raise LaunchRefused("gpu_missing", message + (f" ({problem})" if problem else ""))
     if gpu["problems"]:
         raise LaunchRefused(
             "gpu_missing", "{} is faulty: {}".format(uuid, "; ".join(gpu["problems"]))
