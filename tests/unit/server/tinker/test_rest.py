@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.server.ledger import schema
+from groupwise.server.ledger.file import APPLICATION_ID, MIGRATIONS
 from groupwise.server.ledger.training_runs import training_runs
 from groupwise.server.ledger.writer import Ledger
 from tests.unit.server.tinker.test_checkpoints import Saving, end
@@ -79,10 +79,10 @@ async def test_a_request_is_remembered_as_the_last_one(asking: Asking) -> None:
 
 async def test_sessions_of_an_earlier_version_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "server.db"
-    number = next(n for n, m in enumerate(schema.MIGRATIONS) if "TABLE session_history" in m)
+    number = next(n for n, m in enumerate(MIGRATIONS) if "TABLE session_history" in m)
     with sqlite3.connect(path) as connection:
-        connection.executescript("".join(schema.MIGRATIONS[:number]))
-        connection.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
+        connection.executescript("".join(MIGRATIONS[:number]))
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {number}")
         connection.execute("INSERT INTO verb_sessions (id) VALUES ('s-1')")
         spec = '{"base": "tiny", "rank": 4}'
