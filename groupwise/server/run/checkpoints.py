@@ -13,7 +13,7 @@ from groupwise.core.errors import CheckpointError
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run import ledger_operations, named_checkpoints, steps
+from groupwise.server.run import ledger_operations, steps
 from groupwise.server.run.active_run import ENDED, ActiveRun
 from groupwise.server.run.engine_errors import await_engine
 from groupwise.server.run.named_checkpoints import NamedCheckpoints, StartCheckpoint
@@ -33,7 +33,9 @@ class Checkpoints:
 
         def look() -> list[CheckpointAnswer]:
             automatic = [
-                named_checkpoints.checkpoint_answer(row, checkpoint)
+                CheckpointAnswer(
+                    run_id=row.run, step=checkpoint.step, address=f"{row.run}@{checkpoint.step}"
+                )
                 for row in rows
                 for checkpoint in self._named.automatic(row)
             ]

@@ -109,9 +109,3 @@ class NamedCheckpoints:
 def _request_name(caller: Caller) -> list[str] | None:
     """API key id and Idempotency-Key of the request that makes a checkpoint."""
     return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
-
-
-def checkpoint_answer(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
-    """The checkpoint's entry in the list."""
-    step = checkpoint.step
-    return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

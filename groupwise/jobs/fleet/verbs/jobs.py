@@ -329,11 +329,6 @@ def change_many(
     ]
 
 
-def changed_ids(results: Sequence[Document]) -> list[str]:
-    """The ids of the jobs that `change_many` has changed; the others may not even exist."""
-    return [result["job_id"] for result in results if "error" not in result]
-
-
 def _change_one(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
     job = find.job(session, actor, job_id, lock=True)
     change.to_each(session, actor, job, 0)

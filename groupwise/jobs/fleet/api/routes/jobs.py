@@ -195,7 +195,8 @@ async def retry_jobs(context: Context, body: JobsBody) -> Response:
 
 async def _change_jobs(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
     results = await context.run(jobs.change_many, body.jobs, change)
-    context.serving.doorbell.ring(jobs.changed_ids(results))
+    # Those that were refused may not even exist.
+    context.serving.doorbell.ring([result["job_id"] for result in results if "error" not in result])
     return document(results)
 
 
