@@ -14,7 +14,7 @@ Two more knobs act on single tokens by their entropy H, as it is at the update, 
 
     top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939). The
                            quantile is that of the row; the paper's and TRL's is that of a batch, on whose cut it would depend
-    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap) (https://arxiv.org/abs/2506.14758)
+    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap), https://arxiv.org/abs/2506.14758, equation 5
 
 A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
 surrogate of a token.
@@ -30,7 +30,7 @@ from typing import ClassVar, Self
 
 from groupwise.algorithms import kl, ops
 from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
-from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
+from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.knobs import Clashes, KnobConflict, check_knobs
@@ -39,7 +39,7 @@ from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRelative(ABC):
+class GroupRelative(NeedsNothing, ABC):
     """Knobs and loss that all algorithms share."""
 
     name: ClassVar[str]
@@ -231,18 +231,8 @@ class GroupRelative(ABC):
         return self.entropy_coef > 0
 
     @property
-    def needs_accuracy(self) -> bool:
-        """False: sampled tokens are not meant to be the most likely ones."""
-        return False
-
-    @property
     def needs_teacher(self) -> bool:
         """False: rewards teach, unless a subclass overrides this."""
-        return False
-
-    @property
-    def needs_teacher_kl(self) -> bool:
-        """False: no whole distributions are compared, unless a subclass overrides this."""
         return False
 
     @property

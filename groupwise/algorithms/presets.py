@@ -127,9 +127,18 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "entropy_advantage_paper": Preset(
-        "grpo",
-        "https://arxiv.org/abs/2506.14758",
-        {"entropy_advantage": 0.4, "entropy_advantage_cap": 2.0},
+        "dapo",
+        "https://arxiv.org/abs/2506.14758, section 4 and table 4",
+        {
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "scale_rewards": "group",
+            "dynamic_sampling": False,
+            "soft_punish_cache": 0,
+            "entropy_advantage": 0.4,
+            "entropy_advantage_cap": 2.0,
+        },
     ),
     "intellect_3_icepop": Preset(
         "dapo",
