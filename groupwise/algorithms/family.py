@@ -14,7 +14,8 @@ Two more knobs act on single tokens by their entropy H, as it is at the update, 
 
     top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939). The
                            quantile is that of the row; the paper's and TRL's is that of a batch, on whose cut it would depend
-    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap), https://arxiv.org/abs/2506.14758, equation 5
+    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap)
+                           (https://arxiv.org/abs/2506.14758, equation 5)
 
 A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
 surrogate of a token.
@@ -258,7 +259,7 @@ class GroupRelative(NeedsNothing, ABC):
         """Return the group unchanged; a subclass may override this."""
         return group
 
-    def check(self, max_length: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Check nothing: these knobs fit every run."""
 
     def accepts(self, group: Group) -> bool:
