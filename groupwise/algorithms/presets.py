@@ -1,7 +1,7 @@
 """Published settings by name: an algorithm with the knobs that its source states.
 
 Knobs that a source does not state keep their defaults. Settings that are not knobs of the algorithm (learning rate, group size, lengths)
-are listed in `docs/algorithms.md`.
+are listed in `docs/algorithm-settings.md`.
 """
 
 from __future__ import annotations
