@@ -114,14 +114,6 @@ class ClipCov(Clipped):
         ]
         return frozenset(sorted(places, key=_shuffled)[: max(1, int(self.clip_cov_ratio * count))])
 
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step, chosen ones included."""
-        return float(self.tokens(groups))
-
 
 def _without(rollout: Rollout, credit: RolloutCredit, chosen: frozenset[Place]) -> RolloutCredit:
     advantages = tuple(

@@ -17,8 +17,8 @@ Two more knobs act on single tokens by their entropy H, as it is at the update, 
     entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap)
                            (https://arxiv.org/abs/2506.14758, equation 5)
 
-A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
-surrogate of a token.
+A subclass adds what distinguishes its algorithm: how rewards become advantages, and the surrogate of a token. The sums are a mean over
+the tokens of the step, unless it has another scale of a row or another divisor.
 """
 
 from __future__ import annotations
@@ -203,18 +203,18 @@ class GroupRelative(NeedsNothing, ABC):
         """The advantages of the rollouts of a step."""
 
     @abstractmethod
-    def scale(self, rollout: Rollout) -> float:
-        """Factor for the sums of a rollout that has trained tokens."""
-
-    @abstractmethod
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The divisor of a step's policy and KL sums."""
-
-    @abstractmethod
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value to maximise, and statistics, both per token. Outside the mask the log-ratio is 0."""
+
+    def scale(self, rollout: Rollout) -> float:
+        """Factor for the sums of a rollout that has trained tokens. 1 (all tokens count the same), unless a subclass overrides this."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The divisor of a step's policy and KL sums. The number of trained tokens in the step, unless a subclass overrides this."""
+        return float(self.tokens(groups))
 
     @property
     def needs_reference(self) -> bool:
