@@ -112,8 +112,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "clip_cov_paper": Preset(
         "clip_cov",
-        "https://arxiv.org/abs/2505.22617, and the defaults of verl's policy loss clip_cov in https://github.com/volcengine/verl",
-        {"beta": 0.0, "clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
+        "https://arxiv.org/abs/2505.22617, and the script of Clip-Cov in https://github.com/PRIME-RL/Entropy-Mechanism-of-RL",
+        {
+            "beta": 0.0,
+            "epsilon": 1.0,
+            "epsilon_high": 1.0,
+            "clip_cov_ratio": 2e-4,
+            "clip_cov_low": 1.0,
+            "clip_cov_high": 5.0,
+        },
     ),
     "high_entropy_tokens_paper": Preset(
         "dapo",
