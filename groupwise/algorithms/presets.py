@@ -122,6 +122,11 @@ PRESETS: dict[str, Preset] = {
             "clip_cov_high": 5.0,
         },
     ),
+    "kl_cov_paper": Preset(
+        "kl_cov",
+        "https://arxiv.org/abs/2505.22617, and the script of KL-Cov in https://github.com/PRIME-RL/Entropy-Mechanism-of-RL",
+        {"beta": 0.0, "kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0},
+    ),
     "high_entropy_tokens_paper": Preset(
         "dapo",
         "https://arxiv.org/abs/2506.01939",
