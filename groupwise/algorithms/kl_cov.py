@@ -9,11 +9,11 @@ The other method beside `clip_cov`: the tokens that lower the entropy most keep 
 them. Nothing is clipped. The penalty acts from the second update of a step on; at a ratio of 1 it has no gradient.
 
 Differences to verl's `kl_cov`: as in `clip_cov`, the tokens are chosen once a step by the sampler's log-probabilities; there anew in each
-mini-batch. And a rollout whose advantage is 0 has no chosen tokens.
+mini-batch. And only a covariance above 0 counts, in a rollout whose advantage is not 0.
 
 The chosen tokens are told to the loss by their credit: it is 0 in a rollout whose own advantage is not.
 
-Degenerate cases: those of `grpo`. At least one token is chosen if any rollout has an advantage.
+Degenerate cases: those of `grpo`. At least one token is chosen if there is such a one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ class KlCov(GroupRelative):
             for rollout, credit in zip(group.rollouts, of_group, strict=True)
             if credit is not None and credit.advantage == 0
         }
-        places = [place for place in covariances if place[:2] not in without_signal]
+        places = [
+            place
+            for place, covariance in covariances.items()
+            if covariance > 0 and place[:2] not in without_signal
+        ]
         count = max(1, int(self.kl_cov_ratio * len(covariances)))
         largest = sorted(places, key=lambda place: (-covariances[place], place))[:count]
         return without(groups, credits, frozenset(largest))
