@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.choosing_examples import SEEN, UNSEEN, rows, whole_answer, write_model
+from benchmarks.choosing_examples import SEEN, UNSEEN, rows, small_run, whole_answer, write_model
 from benchmarks.learning import IMAGES
 from benchmarks.step import RESULTS
 from groupwise.algorithms.registry import ALGORITHMS
@@ -132,32 +132,22 @@ def learn(algorithm: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def config(folder: Path, algorithm: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Full fine-tuning of the small model; everything equal but the algorithm."""
-    return {
-        "model": {"name": str(folder / "model"), "dtype": "float32"},
-        "lora": None,
-        "sampler": {"max_completion_length": 2, "max_num_seqs": 48},
-        "algorithm": algorithm,
-        "training": {
+    """Everything equal but the algorithm."""
+    made = small_run(
+        folder,
+        sampler={"max_completion_length": 2, "max_num_seqs": 48},
+        algorithm=algorithm,
+        training={
             "max_steps": STEPS,
             "prompts_per_step": PROMPTS,
             "num_generations": MEMBERS,
             "num_iterations": 2,
             "minibatches": 2,
             "learning_rate": RATE,
-            "lr_scheduler_type": "constant",
             "seed": seed,
         },
-        "rewards": {"in_process": True, "time_limit": 600.0},
-        "eval": {"eval_steps": EVAL_STEPS},
-        "run": {
-            "name": "run",
-            "dir": str(folder / "runs"),
-            "save_steps": 10_000,
-            "threads": 1,
-            "processes": 1,
-        },
-    }
+    )
+    return made | {"eval": {"eval_steps": EVAL_STEPS}}
 
 
 def reached(held_out: Sequence[float]) -> int | None:

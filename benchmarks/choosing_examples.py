@@ -164,19 +164,36 @@ def learn(steps: int, rate: float, way: str, seed: int) -> dict[str, Any]:
 
 def config(folder: Path, steps: int, rate: float, way: str, seed: int) -> dict[str, Any]:
     """Full fine-tuning of the small model; everything equal but the way."""
-    made: dict[str, Any] = {
-        "model": {"name": str(folder / "model"), "dtype": "float32"},
-        "lora": None,
-        "sampler": {"max_completion_length": 3, "max_num_seqs": 64},
-        "algorithm": {"type": "dapo", "dynamic_sampling": False, "soft_punish_cache": 0},
-        "training": {
+    made = small_run(
+        folder,
+        sampler={"max_completion_length": 3, "max_num_seqs": 64},
+        algorithm={"type": "dapo", "dynamic_sampling": False, "soft_punish_cache": 0},
+        training={
             "max_steps": steps,
             "prompts_per_step": PROMPTS,
             "num_generations": MEMBERS,
             "learning_rate": rate,
-            "lr_scheduler_type": "constant",
             "seed": seed,
         },
+    )
+    for section, keys in WAYS[way].items():
+        made[section] = {**made.get(section, {}), **json.loads(json.dumps(keys))}
+    pool = made.get("data", {}).get("easy_pool")
+    if pool:
+        pool["dataset_name"] = str(folder / pool["dataset_name"])
+    return made
+
+
+def small_run(
+    folder: Path, *, sampler: dict[str, Any], algorithm: dict[str, Any], training: dict[str, Any]
+) -> dict[str, Any]:
+    """A config that trains all weights of `folder/model` in one process, evaluated every `EVAL_STEPS` steps, without checkpoints."""
+    return {
+        "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "lora": None,
+        "sampler": sampler,
+        "algorithm": algorithm,
+        "training": {"lr_scheduler_type": "constant", **training},
         "rewards": {"in_process": True, "time_limit": 600.0},
         "eval": {"eval_steps": EVAL_STEPS},
         "run": {
@@ -187,12 +204,6 @@ def config(folder: Path, steps: int, rate: float, way: str, seed: int) -> dict[s
             "processes": 1,
         },
     }
-    for section, keys in WAYS[way].items():
-        made[section] = {**made.get(section, {}), **json.loads(json.dumps(keys))}
-    pool = made.get("data", {}).get("easy_pool")
-    if pool:
-        pool["dataset_name"] = str(folder / pool["dataset_name"])
-    return made
 
 
 def write_model(folder: Path) -> None:

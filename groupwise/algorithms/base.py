@@ -151,6 +151,37 @@ class Loss(Protocol):
         ...
 
 
+class NeedsNothing:
+    """The `needs_*` of a loss for which the log-probabilities of policy and sampler are enough; each loss overrides what it does need."""
+
+    __slots__ = ()
+
+    @property
+    def needs_reference(self) -> bool:
+        """False: there is no KL penalty."""
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        """False: the ratio, if there is one, is taken against the sampler."""
+        return False
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """False: the entropy is only reported."""
+        return False
+
+    @property
+    def needs_accuracy(self) -> bool:
+        """False: sampled tokens are not meant to be the most likely ones."""
+        return False
+
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """False: no whole distributions are compared."""
+        return False
+
+
 class Algorithm(Loss, Protocol):
     """Turns groups into weights, and log-probabilities into a loss."""
 

@@ -28,7 +28,7 @@ from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,6 @@ class Cispo(GroupRelative):
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))
 
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor

@@ -75,52 +75,54 @@ class ClipCov(Clipped):
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """The advantage of each rollout, and of its tokens, where it is 0 for the chosen ones."""
         credits = Clipped.credits(self, groups)
-        trained = [
-            (rollout, credit)
-            for group, of_group in zip(groups, credits, strict=True)
+        covariances = token_covariances(groups, credits)
+        within = [
+            place
+            for place, covariance in covariances.items()
+            if self.clip_cov_low < covariance < self.clip_cov_high
+        ]
+        count = max(1, int(self.clip_cov_ratio * len(covariances)))
+        return without(groups, credits, frozenset(sorted(within, key=_shuffled)[:count]))
+
+
+def token_covariances(
+    groups: Sequence[Group], credits: Sequence[Sequence[RolloutCredit | None]]
+) -> dict[Place, float]:
+    """(A − mean(A)) · (log-probability − mean(log-probability)) of each trained token of the step, in whichever order they come."""
+    trained = [
+        (rollout, credit, _logprobs(rollout))
+        for group, of_group in zip(groups, credits, strict=True)
+        for rollout, credit in zip(group.rollouts, of_group, strict=True)
+        if credit is not None
+    ]
+    count = sum(len(values) for _, _, values in trained)
+    if count == 0:
+        return {}
+    mean_logprob = math.fsum(value for _, _, values in trained for value in values) / count
+    mean_advantage = (
+        math.fsum(credit.advantage * len(values) for _, credit, values in trained) / count
+    )
+    return {
+        (rollout.draw, rollout.member, number): (credit.advantage - mean_advantage)
+        * (value - mean_logprob)
+        for rollout, credit, values in trained
+        for number, value in enumerate(values)
+    }
+
+
+def without(
+    groups: Sequence[Group],
+    credits: Sequence[Sequence[RolloutCredit | None]],
+    chosen: frozenset[Place],
+) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+    """The credits with an advantage for each token, which is 0 for the chosen ones."""
+    return tuple(
+        tuple(
+            credit and _without(rollout, credit, chosen)
             for rollout, credit in zip(group.rollouts, of_group, strict=True)
-            if credit is not None
-        ]
-        chosen = self._chosen(trained)
-        return tuple(
-            tuple(
-                credit and _without(rollout, credit, chosen)
-                for rollout, credit in zip(group.rollouts, of_group, strict=True)
-            )
-            for group, of_group in zip(groups, credits, strict=True)
         )
-
-    def _chosen(self, trained: Sequence[tuple[Rollout, RolloutCredit]]) -> frozenset[Place]:
-        """The tokens without gradient; the same in whichever order the rollouts come."""
-        logprobs = [_logprobs(rollout) for rollout, _ in trained]
-        count = sum(map(len, logprobs))
-        if count == 0:
-            return frozenset()
-        mean_logprob = math.fsum(value for values in logprobs for value in values) / count
-        mean_advantage = (
-            math.fsum(
-                credit.advantage * len(values)
-                for (_, credit), values in zip(trained, logprobs, strict=True)
-            )
-            / count
-        )
-        places = [
-            (rollout.draw, rollout.member, number)
-            for (rollout, credit), values in zip(trained, logprobs, strict=True)
-            for number, value in enumerate(values)
-            if self.clip_cov_low
-            < (credit.advantage - mean_advantage) * (value - mean_logprob)
-            < self.clip_cov_high
-        ]
-        return frozenset(sorted(places, key=_shuffled)[: max(1, int(self.clip_cov_ratio * count))])
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step, chosen ones included."""
-        return float(self.tokens(groups))
+        for group, of_group in zip(groups, credits, strict=True)
+    )
 
 
 def _without(rollout: Rollout, credit: RolloutCredit, chosen: frozenset[Place]) -> RolloutCredit:

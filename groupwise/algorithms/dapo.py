@@ -25,7 +25,7 @@ from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, with_overlong_punishment
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 CACHE_SHARE = 0.2
 """Default cache as a share of the limit: 4,096 / 20,480."""
@@ -95,11 +95,3 @@ class Dapo(Clipped):
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))

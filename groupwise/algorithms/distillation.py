@@ -36,7 +36,7 @@ from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards
-from groupwise.core.types import Group, Rollout, RolloutCredit
+from groupwise.core.types import Group, RolloutCredit
 
 Form: TypeAlias = Literal["sampled", "top_k", "full_vocabulary"]
 
@@ -124,14 +124,6 @@ class Distillation(Clipped):
             tuple(None if value is None else self.reward_weight * value for value in values)
             for values in group_relative(groups, self.scale_rewards)
         ]
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens of a step weigh the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The number of trained tokens of the step."""
-        return float(self.tokens(groups))
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
         """Also that of the component `distillation`, which the form sampled does not have."""

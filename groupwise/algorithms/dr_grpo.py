@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from groupwise.algorithms.advantages import Advantages, group_relative, scored_members
 from groupwise.algorithms.clipped import Clipped
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,6 @@ class DrGrpo(Clipped):
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred within the group, never scaled."""
         return group_relative(groups, "none")
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: the normaliser is the same for all rollouts."""
-        return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
         """Scored rollouts × max_completion_length. Raises ValueError for a length below 1."""

@@ -14,10 +14,11 @@ Two more knobs act on single tokens by their entropy H, as it is at the update, 
 
     top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939). The
                            quantile is that of the row; the paper's and TRL's is that of a batch, on whose cut it would depend
-    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap) (https://arxiv.org/abs/2506.14758)
+    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap)
+                           (https://arxiv.org/abs/2506.14758, equation 5)
 
-A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
-surrogate of a token.
+A subclass adds what distinguishes its algorithm: how rewards become advantages, and the surrogate of a token. The sums are a mean over
+the tokens of the step, unless it has another scale of a row or another divisor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import ClassVar, Self
 
 from groupwise.algorithms import kl, ops
 from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
-from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
+from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.knobs import Clashes, KnobConflict, check_knobs
@@ -39,7 +40,7 @@ from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRelative(ABC):
+class GroupRelative(NeedsNothing, ABC):
     """Knobs and loss that all algorithms share."""
 
     name: ClassVar[str]
@@ -202,18 +203,18 @@ class GroupRelative(ABC):
         """The advantages of the rollouts of a step."""
 
     @abstractmethod
-    def scale(self, rollout: Rollout) -> float:
-        """Factor for the sums of a rollout that has trained tokens."""
-
-    @abstractmethod
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """The divisor of a step's policy and KL sums."""
-
-    @abstractmethod
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value to maximise, and statistics, both per token. Outside the mask the log-ratio is 0."""
+
+    def scale(self, rollout: Rollout) -> float:
+        """Factor for the sums of a rollout that has trained tokens. 1 (all tokens count the same), unless a subclass overrides this."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The divisor of a step's policy and KL sums. The number of trained tokens in the step, unless a subclass overrides this."""
+        return float(self.tokens(groups))
 
     @property
     def needs_reference(self) -> bool:
@@ -231,18 +232,8 @@ class GroupRelative(ABC):
         return self.entropy_coef > 0
 
     @property
-    def needs_accuracy(self) -> bool:
-        """False: sampled tokens are not meant to be the most likely ones."""
-        return False
-
-    @property
     def needs_teacher(self) -> bool:
         """False: rewards teach, unless a subclass overrides this."""
-        return False
-
-    @property
-    def needs_teacher_kl(self) -> bool:
-        """False: no whole distributions are compared, unless a subclass overrides this."""
         return False
 
     @property
@@ -268,7 +259,7 @@ class GroupRelative(ABC):
         """Return the group unchanged; a subclass may override this."""
         return group
 
-    def check(self, max_length: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Check nothing: these knobs fit every run."""
 
     def accepts(self, group: Group) -> bool:

@@ -37,7 +37,7 @@ from groupwise.algorithms.advantages import (
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import TURN_DISCOUNT
 from groupwise.algorithms.turns import discounted_returns, per_token, turns_of
-from groupwise.core.types import Group, Rollout, RolloutCredit
+from groupwise.core.types import Group, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +115,3 @@ class Gigpo(Clipped):
             for (member, number), value in zip(places, values, strict=True):
                 returns[member][number] = value
         return returns
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
+from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
 from groupwise.algorithms.knobs import check_knobs
 from groupwise.core.types import LossSpec
 
@@ -38,7 +38,7 @@ Surrogate = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Given(NeedsNothing):
     """A loss with the caller's credits: it maximises the sum over tokens of one of six surrogates."""
 
     name: ClassVar[str] = "given"
@@ -65,31 +65,6 @@ class Given:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-
-    @property
-    def needs_reference(self) -> bool:
-        """False: there is no KL penalty."""
-        return False
-
-    @property
-    def needs_proximal(self) -> bool:
-        """False: the ratio is taken against the sampler."""
-        return False
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """False: there is no entropy bonus."""
-        return False
-
-    @property
-    def needs_accuracy(self) -> bool:
-        """False: accuracy is not reported."""
-        return False
-
-    @property
-    def needs_teacher_kl(self) -> bool:
-        """False: there is no teacher's distribution."""
-        return False
 
     def loss_spec(self) -> LossSpec:
         """Name and every knob."""

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from groupwise.algorithms.advantages import Advantages, centred, scored_rewards, to_members
 from groupwise.algorithms.clipped import Clipped
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,6 @@ class MaxRl(Clipped):
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Relative to the group's mean."""
         return to_members(groups, [relative_to_mean(scored_rewards(group)) for group in groups])
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))
 
 
 def relative_to_mean(rewards: Sequence[float]) -> list[float]:

@@ -31,7 +31,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from groupwise.algorithms.advantages import Advantages, scored_rewards, tied, to_members
 from groupwise.algorithms.clipped import Clipped
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
 
@@ -65,14 +65,6 @@ class PassAtK(Clipped):
         return to_members(
             groups, [best_of_k(scored_rewards(group), self.k, self.baseline) for group in groups]
         )
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))
 
 
 def best_of_k(rewards: Sequence[float], k: int, baseline: Baseline) -> list[float]:

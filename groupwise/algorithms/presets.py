@@ -1,7 +1,7 @@
 """Published settings by name: an algorithm with the knobs that its source states.
 
 Knobs that a source does not state keep their defaults. Settings that are not knobs of the algorithm (learning rate, group size, lengths)
-are listed in `docs/algorithms.md`.
+are listed in `docs/algorithm-settings.md`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,20 @@ PRESETS: dict[str, Preset] = {
     ),
     "clip_cov_paper": Preset(
         "clip_cov",
-        "https://arxiv.org/abs/2505.22617, and the defaults of verl's policy loss clip_cov in https://github.com/volcengine/verl",
-        {"beta": 0.0, "clip_cov_ratio": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
+        "https://arxiv.org/abs/2505.22617, and the script of Clip-Cov in https://github.com/PRIME-RL/Entropy-Mechanism-of-RL",
+        {
+            "beta": 0.0,
+            "epsilon": 1.0,
+            "epsilon_high": 1.0,
+            "clip_cov_ratio": 2e-4,
+            "clip_cov_low": 1.0,
+            "clip_cov_high": 5.0,
+        },
+    ),
+    "kl_cov_paper": Preset(
+        "kl_cov",
+        "https://arxiv.org/abs/2505.22617, and the script of KL-Cov in https://github.com/PRIME-RL/Entropy-Mechanism-of-RL",
+        {"beta": 0.0, "kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0},
     ),
     "high_entropy_tokens_paper": Preset(
         "dapo",
@@ -127,9 +139,18 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "entropy_advantage_paper": Preset(
-        "grpo",
-        "https://arxiv.org/abs/2506.14758",
-        {"entropy_advantage": 0.4, "entropy_advantage_cap": 2.0},
+        "dapo",
+        "https://arxiv.org/abs/2506.14758, section 4 and table 4",
+        {
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "scale_rewards": "group",
+            "dynamic_sampling": False,
+            "soft_punish_cache": 0,
+            "entropy_advantage": 0.4,
+            "entropy_advantage_cap": 2.0,
+        },
     ),
     "intellect_3_icepop": Preset(
         "dapo",

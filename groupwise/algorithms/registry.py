@@ -20,6 +20,7 @@ from groupwise.algorithms.given import Given
 from groupwise.algorithms.gmpo import Gmpo
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
+from groupwise.algorithms.kl_cov import KlCov
 from groupwise.algorithms.max_rl import MaxRl
 from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
@@ -31,7 +32,7 @@ from groupwise.core.types import LossSpec
 
 _KINDS: tuple[type[GroupRelative], ...] = (
     Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp, MaxRl, Gmpo, Sapo, Gdpo, PassAtK, Gigpo, ClipCov,
-    Distillation,
+    KlCov, Distillation,
 )  # fmt: skip
 
 ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS}

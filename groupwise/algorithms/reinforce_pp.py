@@ -34,7 +34,7 @@ from groupwise.algorithms.advantages import (
     to_members,
 )
 from groupwise.algorithms.clipped import Clipped
-from groupwise.core.types import Group, Rollout
+from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,3 @@ class ReinforcePp(Clipped):
             differences = centred([value for values in rewards for value in values])
         remaining = iter(scaled(differences, deviation(differences)))
         return to_members(groups, [[next(remaining) for _ in values] for values in rewards])
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: all tokens count the same."""
-        return 1.0
-
-    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
-        """Number of trained tokens in the step."""
-        return float(self.tokens(groups))

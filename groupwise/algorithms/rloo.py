@@ -40,7 +40,7 @@ from groupwise.algorithms.correction import Correction
 from groupwise.algorithms.family import per_rollout
 from groupwise.algorithms.knobs import TURN_DISCOUNT, metadata_of
 from groupwise.algorithms.turns import discounted_returns, per_token
-from groupwise.core.types import Group, Rollout, RolloutCredit
+from groupwise.core.types import Group, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,6 @@ class Rloo(Clipped):
             _with_turns(group, of_group, self.turn_discount)
             for group, of_group in zip(groups, credits, strict=True)
         )
-
-    def scale(self, rollout: Rollout) -> float:
-        """1: a rollout's log-probability is the sum of its tokens' log-probabilities."""
-        return 1.0
 
     def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
         """The number of scored rollouts."""

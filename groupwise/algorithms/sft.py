@@ -12,40 +12,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import LossResult, TokenBatch
+from groupwise.algorithms.base import LossResult, NeedsNothing, TokenBatch
 from groupwise.core.types import LossSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Sft:
+class Sft(NeedsNothing):
     """The cross-entropy of the trained tokens, as a sum."""
 
     name: ClassVar[str] = "sft"
 
     @property
-    def needs_reference(self) -> bool:
-        """False: there is no KL penalty."""
-        return False
-
-    @property
-    def needs_proximal(self) -> bool:
-        """False: the tokens were not sampled."""
-        return False
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        """False: the entropy is only reported."""
-        return False
-
-    @property
     def needs_accuracy(self) -> bool:
         """True: the share of the teacher's tokens that the model finds most likely is a usual metric of supervised training."""
         return True
-
-    @property
-    def needs_teacher_kl(self) -> bool:
-        """False: there is no teacher's distribution."""
-        return False
 
     def loss_spec(self) -> LossSpec:
         """The name alone; there are no knobs."""

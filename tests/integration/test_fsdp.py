@@ -77,6 +77,7 @@ def whole(tmp_path_factory):
 
 ALL = {"lora": None}
 KL = {"algorithm": {"beta": 0.05}}
+OWN = {"algorithm": {"type": "examples/11_own_algorithm/asymmetric.py:Asymmetric", "beta": 0.05}}
 SMALL = {"max_tokens_per_microbatch": 20}
 AGAIN = {"gradient_checkpointing": True}
 
@@ -91,13 +92,13 @@ def test_a_run_of_two_is_that_of_one_process(alone, whole):
 
 
 @pytest.mark.parametrize(("learners", "training", "more"), [
-    (2, {"max_tokens_per_microbatch": 40, **AGAIN}, {**ALL, **KL}), pytest.param(3, {**SMALL, **AGAIN}, {**ALL, **KL}, marks=SOAK),
+    (2, {"max_tokens_per_microbatch": 40, **AGAIN}, {**ALL, **OWN}), pytest.param(3, {**SMALL, **AGAIN}, {**ALL, **KL}, marks=SOAK),
     pytest.param(3, SMALL, KL, marks=SOAK), pytest.param(2, AGAIN, {}, marks=SOAK), pytest.param(2, {"packing": False}, KL, marks=SOAK),
     pytest.param(3, SMALL, ALL, marks=SOAK), pytest.param(2, AGAIN, ALL, marks=SOAK),
     pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=SOAK),
 ])  # fmt: skip
 def test_any_number_of_learners_equals_one(tmp_path, monkeypatch, learners, training, more):
-    """The reference of all weights is another model, of which each has its part as well."""
+    """The reference of all weights is another model, of which each has its part as well; a class in a file is found by all processes."""
     held = noted_numbers(monkeypatch)
     for count in (1, learners):
         settings = {**divided(tmp_path / str(count), count, **training), **more}

@@ -85,6 +85,11 @@ ELSEWHERE: Mapping[str, str] = {
     if name.partition(".")[2] not in ("max_completion_length", "max_steps", "learning_rate")
 }
 """The same keys as fields of POST /start, where those have other names."""
+NO_TEACHER = (
+    "a training server learns from rewards alone. Distil with `groupwise rl` on a machine of yours, where the teacher may be a model, an "
+    "endpoint, or the policy itself; a run of this server can be that endpoint (teacher.type=endpoint teacher.engine=openai)."
+)
+"""Why a start has no `teacher` and not the algorithm `distillation`."""
 
 
 class Body(FailFast, BaseModel):
@@ -217,7 +222,7 @@ def _check_timeout(body: _W) -> _W:
 class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
 
-    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
+    refused: ClassVar[Mapping[str, str]] = {**ELSEWHERE, "teacher": NO_TEACHER}
 
     model_id: str = Field(
         default=TINY,

@@ -170,9 +170,12 @@ def _model_gb(plan: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
 
 
 def _local_paths(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Existing paths among the words, and the model and its adapter if they are local folders."""
-    model = config["model"]
-    names = (model["name"], model["adapter"], *_option_values(words))
+    """Existing paths among the words, and what the config names: model and teacher with their adapters, and the algorithm's file."""
+    models: list[Mapping[str, str | None]] = [config["model"], config.get("teacher") or {}]
+    named = [section.get(key) for section in models for key in ("name", "adapter")]
+    algorithm: Mapping[str, str] = config.get("algorithm", {})
+    algorithm_file = algorithm.get("type", "").partition(":")[0]
+    names = (*named, algorithm_file, *_option_values(words))
     return tuple(name for name in names if name and (project / name).exists())
 
 

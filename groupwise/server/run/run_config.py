@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.training import TINY, StartRequest
+from groupwise.api.schemas.training import NO_TEACHER, TINY, StartRequest
 from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.sampler.config import SERVER_KEYS
@@ -105,8 +106,11 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
             "logging_steps": request.logging_steps,
         },
     }
+    kind = algorithm if isinstance(algorithm, str) else (algorithm or {}).get("type")
     try:
-        refuse_own(algorithm if isinstance(algorithm, str) else (algorithm or {}).get("type"))
+        refuse_own(kind)
+        if kind == Distillation.name:
+            raise UsageError(f"The algorithm is {kind}, but {NO_TEACHER}")
     except UsageError as error:
         field = "algorithm" if isinstance(algorithm, str) else "algorithm.type"
         errors = [FieldError(field=field, message=str(error))]

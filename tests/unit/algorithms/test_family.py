@@ -261,7 +261,7 @@ def test_numerator_and_denominator_count_the_same_tokens(
     assert denominators["entropy"] == 2.0
     assert (result.components["entropy"] / denominators["entropy"]).item() == -1.0
     per_token = {"dapo", "cispo", "reinforce_pp", "max_rl", "pass_at_k", "gigpo", "clip_cov"}
-    per_token |= {"distillation"}
+    per_token |= {"kl_cov", "distillation"}
     assert denominators["policy"] == (
         2.0 if name in per_token else 16.0 if name == "dr_grpo" else 2.0
     )

@@ -247,7 +247,7 @@ def test_entropy_raises_the_advantage_up_to_a_part_of_it(share: float) -> None:
 
 def test_clip_cov_leaves_out_tokens_between_the_bounds() -> None:
     """On policy, and with a share that takes every one of them, it is verl's `clip_cov`."""
-    steps = _on_policy(problem(4))
+    steps = _recording(problem(4), "policy_BT")
     algorithm = ClipCov(clip_cov_ratio=1.0, clip_cov_low=0.2, clip_cov_high=1.5)
     (credits_BT, advantages_B), mask = _credits(steps, algorithm), steps.mask_BT
     values = steps.policy_BT.detach()
@@ -260,7 +260,7 @@ def test_clip_cov_leaves_out_tokens_between_the_bounds() -> None:
 
 
 def test_clip_cov_takes_its_share_and_the_same_in_any_order() -> None:
-    steps = _on_policy(problem(4))
+    steps = _recording(problem(4), "policy_BT")
     algorithm = ClipCov(clip_cov_ratio=0.05, clip_cov_low=0.2, clip_cov_high=1.5)
     credits_BT, _ = _credits(steps, algorithm)
     assert (credits_BT[steps.mask_BT] == 0).sum() == int(0.05 * steps.mask_BT.sum())
@@ -270,9 +270,29 @@ def test_clip_cov_takes_its_share_and_the_same_in_any_order() -> None:
     assert again[::-1] == known
 
 
-def _on_policy(steps: Problem) -> Problem:
-    """The steps with rollouts that record the policy's own log-probabilities."""
-    rows = iter(zip(steps.policy_BT.tolist(), steps.mask_BT.sum(-1).tolist(), strict=True))
+@pytest.mark.parametrize("share", [1e-6, 0.1])
+def test_kl_cov_holds_the_tokens_of_the_largest_covariance(share: float) -> None:
+    """With the choice by the sampler's log-probabilities, it is verl's `kl_cov`."""
+    steps = _recording(problem(4), "sampling_BT")
+    algorithm = make("kl_cov", {"kl_cov_ratio": share, "kl_cov_coef": 0.7})
+    (credits_BT, advantages_B), mask = _credits(steps, algorithm), steps.mask_BT
+    advantages = advantages_B[:, None].expand_as(mask)
+    values = steps.sampling_BT
+    covariance = (advantages - advantages[mask].mean()) * (values - values[mask].mean())
+    covariance = covariance.masked_fill(~mask | (advantages == 0), -math.inf)
+    chosen = torch.zeros_like(mask)
+    count = max(1, int(share * mask.sum()))
+    chosen.view(-1)[covariance.view(-1).topk(count).indices] = True
+    log_ratio = steps.policy_BT - steps.sampling_BT
+    expected = -log_ratio.exp() * advantages + 0.7 * log_ratio.abs() * chosen
+    batch = replace(steps.batch(algorithm), credits_BT=credits_BT)
+    found = algorithm.loss(batch).components["policy"] / mask.sum()
+    _assert_same(steps, found, (expected * mask).sum() / mask.sum())
+
+
+def _recording(steps: Problem, name: str) -> Problem:
+    """The steps with rollouts that record these log-probabilities as the sampler's."""
+    rows = iter(zip(getattr(steps, name).tolist(), steps.mask_BT.sum(-1).tolist(), strict=True))
 
     def recorded(rollout: Rollout) -> Rollout:
         values, length = next(rows)

@@ -67,7 +67,7 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
         ("class Mine: pass", "derives from"),
         ("class Mine(Grpo): power: float = 0.5", "no dataclass"),
         (MINE.replace("default=0.5, ", ""), "power has no default"),
-        (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, denominator"),
+        (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, surrogate"),
         ("class Other: pass", "no `Mine`"),
         ("1 / 0", "ZeroDivisionError"),
     ],

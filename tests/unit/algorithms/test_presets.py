@@ -14,7 +14,7 @@ import pytest
 from groupwise.algorithms.presets import PRESETS
 from groupwise.algorithms.registry import make
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithm-settings.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", PRESETS)

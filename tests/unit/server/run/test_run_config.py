@@ -36,6 +36,7 @@ CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
     ({"algorithm": "dr_grp"}, INVALID, ["algorithm"], "did you mean dr_grpo?"),
     ({"algorithm": "own.py:Mine"}, INVALID, ["algorithm"], "runs no code that a client names"),
     ({"algorithm": {"type": "own.py:Mine"}}, INVALID, ["algorithm.type"], "runs no code"),
+    ({"algorithm": "distillation"}, INVALID, ["algorithm"], "teacher may be a model, an endpoint"),
     ({"algorithm": {"type": "foo"}}, INVALID, ["algorithm.type"], "one of grpo, "),
     ({"sampler": {"num_generations": 3}}, INVALID, ["sampler.num_generations"], f"mean {NUMBER}?"),
     ({"sampler": {"max_tokens": 3}}, INVALID, ["sampler.max_tokens"], "max_completion_length"),

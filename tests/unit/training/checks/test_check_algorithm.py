@@ -29,6 +29,7 @@ def test_ours_pass(name: str, correction: str) -> None:
     [
         {"type": "grpo", "top_entropy_quantile": 0.3, "entropy_advantage": 0.4},
         {"type": "clip_cov", "clip_cov_low": 0.1, "clip_cov_high": 2.0, "clip_cov_ratio": 0.2},
+        {"type": "kl_cov", "kl_cov_ratio": 0.2},
         {"type": "rloo", "turn_discount": 0.9},
     ],
     ids=str,
