@@ -27,6 +27,9 @@ IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else tmpfs_session.ses
 if IN_MEMORY is not None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
+gc.disable()
+"""Until the tests are collected: imports leave a million objects, which every full collection would look through."""
+
 if "torch" in sys.modules:  # a plugin imported it before the variables above were set
     sys.modules["torch"].set_num_threads(1)
 
@@ -85,6 +88,8 @@ def pytest_collection_finish() -> None:
     """Imported modules stay for good; a garbage collection that looks through them takes half a second, in forked children too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # Python's 700 takes a twentieth of the tests' time
+    gc.enable()
 
 
 SUITES = (
