@@ -46,12 +46,14 @@ SLOWEST_FILES = (
     "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
-    "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
+    "integration/test_fsdp.py", "integration/test_other_families.py", "integration/test_distillation.py",
+    "unit/engine/models/native/test_triton_kernels.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
     "contract/test_builtin_tasks.py", "contract/test_sampler_contract.py",
     "unit/engine/distributed/test_multi_adapter.py", "acceptance/test_gap.py", "acceptance/test_learning.py",
     "unit/engine/sampler/native/test_engine.py", "integration/test_pushing.py",
     "unit/tasks/rewards/test_python_tests.py", "unit/engine/learner/test_torch_learner.py",
-    "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py",
+    "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py", "integration/test_another_device.py",
+    "unit/test_bootstrap.py", "unit/test_deployment.py", "unit/test_house.py",
 )  # fmt: skip
 """xdist gives a whole file to one worker, so these start first and no worker finishes long after the others."""
 
@@ -88,7 +90,9 @@ def pytest_collection_finish() -> None:
     """Imported modules stay for good; a garbage collection that looks through them takes half a second, in forked children too."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # Python's 700 takes a twentieth of the tests' time
+    gc.set_threshold(
+        10_000, 10, 10
+    )  # as commands do; Python's 700 takes a twentieth of the tests' time
     gc.enable()
 
 
