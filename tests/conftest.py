@@ -27,6 +27,9 @@ IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else tmpfs_session.ses
 if IN_MEMORY is not None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
+gc.disable()
+"""Until the tests are collected: imports leave a million objects, which every full collection would look through."""
+
 if "torch" in sys.modules:  # a plugin imported it before the variables above were set
     sys.modules["torch"].set_num_threads(1)
 
@@ -43,16 +46,18 @@ SLOWEST_FILES = (
     "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
-    "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
+    "integration/test_fsdp.py", "integration/test_other_families.py", "integration/test_distillation.py",
+    "unit/engine/models/native/test_triton_kernels.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
     "contract/test_builtin_tasks.py", "contract/test_sampler_contract.py",
     "unit/engine/distributed/test_multi_adapter.py", "acceptance/test_gap.py", "acceptance/test_learning.py",
     "unit/engine/sampler/native/test_engine.py", "integration/test_pushing.py",
     "unit/tasks/rewards/test_python_tests.py", "unit/engine/learner/test_torch_learner.py",
-    "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py",
+    "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py", "integration/test_another_device.py",
+    "unit/test_bootstrap.py", "unit/test_deployment.py", "unit/test_house.py",
 )  # fmt: skip
 """xdist gives a whole file to one worker, so these start first and no worker finishes long after the others."""
 
-FLEET_FOLDERS = ("integration/fleet", "unit/jobs/fleet", "unit/jobs/hosts")
+FLEET_FOLDERS = ("integration/fleet/", "unit/jobs/fleet/", "unit/jobs/hosts/")
 """Their tests are the stage `make test-fleet`."""
 FLEET_TIMEOUT_S = 300
 """Timeout of one fleet test: its servers run dozens of processes on two cores."""
@@ -85,6 +90,10 @@ def pytest_collection_finish() -> None:
     """Imported modules stay for good; a garbage collection that looks through them takes half a second, in forked children too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(
+        10_000, 10, 10
+    )  # as commands do; Python's 700 takes a twentieth of the tests' time
+    gc.enable()
 
 
 SUITES = (
@@ -106,19 +115,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first, all others in their order; and the marks of the stages."""
     positions = {name: n for n, name in enumerate(SLOWEST_FILES)}
     root = Path(__file__).parent
-
-    def position(item: pytest.Item) -> int:
-        return positions.get(item.path.relative_to(root).as_posix(), len(SLOWEST_FILES))
-
-    items.sort(key=position)
+    # Worked out once for each file: of 8,500 tests that would take seconds, in every worker.
+    names = {path: path.relative_to(root).as_posix() for path in {item.path for item in items}}
+    items.sort(key=lambda item: positions.get(names[item.path], len(SLOWEST_FILES)))
     for item in items:
+        name = names[item.path]
         for marker in item.iter_markers("soak"):
             if marker.kwargs.get("suite") not in SUITES:
                 raise pytest.UsageError(f"{item.nodeid}: soak(suite=…) takes one of {SUITES}")
         for folder, stage in OWN_STAGES.items():
-            if root / "integration" / folder in item.path.parents:
+            if name.startswith(f"integration/{folder}/"):
                 item.add_marker(stage)
-        if any(root / folder in item.path.parents for folder in FLEET_FOLDERS):
+        if name.startswith(FLEET_FOLDERS):
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(FLEET_TIMEOUT_S))

@@ -153,8 +153,9 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
+@cache
 def commands(page: Path) -> list[list[list[str]]]:
-    """The commands of each block, as words."""
+    """The commands of each block, as words. Cached: collection alone asks a thousand times."""
     joined = [block.replace("\\\n", " ") for block in blocks(page, "console", "bash")]
     return [[shlex.split(line, comments=True) for line in block.splitlines()] for block in joined]
 

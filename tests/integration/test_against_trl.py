@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,16 @@ def trl(connection: Connection, work: Work, rules: Rules) -> None:
     serve(connection, "t", rules)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("in_turn", "order", "groups"), [(True, "gtgtgtgtGT", 1), (False, "ggggGtttttT", 2)]
 )
 def test_sides_take_turns_and_on_a_gpu_one_begins_when_the_other_has_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_turn: bool, order: str, groups: int
 ) -> None:
-    """There TRL has as many groups in a micro-batch as fit."""
+    """There TRL has as many groups in a micro-batch as fit. Toys are forked: a new process would import torch for them."""
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
     monkeypatch.setattr(against_trl, "SIDES", {"groupwise": groupwise, "trl": trl})
     log = tmp_path / "log"
     result: dict[str, Any] = against_trl.compare(W1, 2, Rules("float32", str(log)), in_turn=in_turn)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+from benchmarks import gpu
 
 
-def test_all_parts_are_measured(tmp_path: Path) -> None:
+def test_all_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sizes stay in the file."""
     out = tmp_path / "found.json"
     out.write_text('{"sizes": {"8B": {"of": "yesterday"}}}')
     words = ["--sizes", "tiny", "--budgets", "200", "--eager", "--all-weights", "--out", str(out)]
-    command = [sys.executable, "-m", "benchmarks.gpu", *words, "--profiles", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", *words, "--profiles", str(tmp_path)])
+    monkeypatch.setattr(gpu, "prepare_process", lambda threads: None)  # this one has one thread
+    gpu.main()
     sizes = json.loads(out.read_text())["sizes"]
     assert sizes.pop("8B") == {"of": "yesterday"}
     found = sizes["tiny"]

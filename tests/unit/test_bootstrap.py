@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.wheels import make_wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "2.13.0"
 CPU_VERSION = f"__version__ = '{TORCH}+cpu'\ncuda: Optional[str] = None\n"
@@ -188,16 +190,8 @@ def test_the_build_that_is_chosen(
 
 def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
     """By the pip of this environment, on constraints of our form: a mistake in it would be one in every set-up."""
-    build = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
-    (tmp_path / "source").mkdir()
     name = "groupwise-is-not-this"
-    (tmp_path / "source/pyproject.toml").write_text(
-        f'[project]\nname = "{name}"\nversion = "1"\n[build-system]\n'
-        'requires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
-        '[tool.hatch.build.targets.wheel]\nonly-include = ["pyproject.toml"]\n'
-    )
-    subprocess.run([*build, "-w", str(tmp_path), str(tmp_path / "source")], check=True)
-    [wheel] = tmp_path.glob("*.whl")
+    wheel = make_wheel(tmp_path, name, "1")
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
     constraints = tmp_path / "constraints.txt"
     for digest, code in ((right, 0), ("0" * 64, 1)):
