@@ -82,7 +82,18 @@ class Bodies:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    body = await self._read_all(receive, limit_of_body)
+                    parts: list[bytes] = []
+                    size, more_body = 0, True
+                    while more_body:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientGone
+                        parts.append(message.get("body", b""))
+                        size += len(parts[-1])
+                        if size > limit_of_body:
+                            raise self._too_large(limit_of_body)
+                        more_body = message.get("more_body", False)
+                    body = b"".join(parts)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
@@ -111,20 +122,6 @@ class Bodies:
         if not unpacked.eof or unpacked.unused_data:
             raise _encoding_refusal("is gzip, but the body is cut off, or goes on after its end")
         return content
-
-    async def _read_all(self, receive: Receive, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size, more_body = 0, True
-        while more_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise self._too_large(limit)
-            more_body = message.get("more_body", False)
-        return b"".join(parts)
 
     def give_up(self) -> None:
         """On shutdown: stop waiting for incomplete bodies."""

@@ -273,7 +273,13 @@ async def call(
         return _failed_result(count, f"reward `{name}` {problem}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
         return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}")
-    return _to_function_result(name, entries, logged)
+    values: list[float | None] = []
+    failures: list[str | None] = []
+    for entry in entries:
+        value, problem = _parse_entry(entry)
+        values.append(value)
+        failures.append(problem and printable(f"reward `{name}` {problem}"))
+    return FunctionResult(tuple(values), tuple(failures), logged)
 
 
 def is_async(function: RewardCallable) -> bool:
@@ -392,16 +398,6 @@ def _result_list(answer: Any, count: int) -> list[Any]:
     if len(entries) != count:
         raise _InvalidResult(f"returned {count_values(len(entries))} for {count} completions")
     return entries
-
-
-def _to_function_result(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
-    values: list[float | None] = []
-    failures: list[str | None] = []
-    for entry in entries:
-        value, problem = _parse_entry(entry)
-        values.append(value)
-        failures.append(problem and printable(f"reward `{name}` {problem}"))
-    return FunctionResult(tuple(values), tuple(failures), logged)
 
 
 def _parse_entry(entry: Any) -> tuple[float | None, str | None]:

@@ -186,7 +186,17 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
             split_rows.extend(fresh)
         if len(split_rows) < (size or 1):
-            raise TaskError(_too_few_message(task_config, len(rows)))
+            count = len(rows)
+            training_part = (
+                "what is left"
+                if task_config.train_size is None
+                else f"train_size {task_config.train_size}"
+            )
+            raise TaskError(
+                f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
+                f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
+                "answer go together. Make the splits smaller, or name a larger source."
+            )
         if split == split_name:
             return Rows(_with_choices(split_rows[:size], task_config), Account(dict(+left_out)))
         used_clues.update(_normalise_case(row["clue"]) for row in split_rows[:size])
@@ -218,17 +228,6 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
             {**row, "prompt": [system, {**question, "content": content}], "choices": choices}
         )
     return rows_with_choices
-
-
-def _too_few_message(task_config: TaskConfig, count: int) -> str:
-    training_part = (
-        "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
-    )
-    return (
-        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
-        f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
-        "answer go together. Make the splits smaller, or name a larger source."
-    )
 
 
 def _normalise_case(text: str) -> str:

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -174,19 +173,15 @@ def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
             return 0.0
         value = float(grade(answer, read))
     except Exception:  # noqa: BLE001 — graders fail on answers in many ways
-        _check_entry(grade, entry)
+        read = entry_of_text(entry)  # again: a grader that failed may have changed the first one
+        try:
+            grade(read["answer"], read)
+        except Exception as error:  # a grader may raise anything
+            raise ValueError(
+                f"the grader cannot grade this entry, not even with its own answer: {explain(error).strip()}"
+            ) from error
         return 0.0
     return value if math.isfinite(value) else 0.0
-
-
-def _check_entry(grade: Callable[..., Any], entry: str) -> None:
-    read = entry_of_text(entry)  # parsed again: a grader that failed may have changed the first one
-    try:
-        grade(read["answer"], read)
-    except Exception as error:  # a grader may raise anything
-        raise ValueError(
-            f"the grader cannot grade this entry, not even with its own answer: {explain(error).strip()}"
-        ) from error
 
 
 @lru_cache(maxsize=256)
@@ -254,7 +249,12 @@ def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """The splits for a request; those that took longer than KEPT_ABOVE to make are cached."""
-    cached = cache_file(request)
+    try:
+        version = importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    digest = hashlib.sha256(f"{version}\n{request}".encode()).hexdigest()
+    cached = cache_folder("reasoning_gym") / f"{digest}.json"
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
     started = time.monotonic()
@@ -263,16 +263,6 @@ def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_json(cached, splits)
     return splits
-
-
-def cache_file(request: str) -> Path:
-    """File that caches the answer to a request."""
-    try:
-        version = importlib.metadata.version("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    digest = hashlib.sha256(f"{version}\n{request}".encode()).hexdigest()
-    return cache_folder("reasoning_gym") / f"{digest}.json"
 
 
 def _run_generator(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:

@@ -196,7 +196,13 @@ def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
 def begins_line(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that a line starts with."""
     pairs = zip(completions, words, strict=True)
-    return [_share_true(word in _line_starts(completion) for word in w) for completion, w in pairs]
+    return [
+        _share_true(
+            word in set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
+            for word in w
+        )
+        for completion, w in pairs
+    ]
 
 
 def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
@@ -253,23 +259,21 @@ def _draw_rows(
         words = stream.sample(WORDS, task_config.counts[stream.below(len(task_config.counts))])
         if frozenset(words) not in seen:
             seen.add(frozenset(words))
-            rows.append(_words_row(words, task_config.preset))
+            rows.append(
+                {
+                    "prompt": [
+                        {"role": "system", "content": _INSTRUCTION[task_config.preset]},
+                        {"role": "user", "content": "Sort alphabetically: " + ", ".join(words)},
+                    ],
+                    "words": words,
+                    "answer": _SEPARATOR[task_config.preset].join(sorted(words)),
+                }
+            )
     return rows
 
 
 def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["answer"]}
-
-
-def _words_row(words: list[str], preset: Preset) -> dict[str, Any]:
-    return {
-        "prompt": [
-            {"role": "system", "content": _INSTRUCTION[preset]},
-            {"role": "user", "content": "Sort alphabetically: " + ", ".join(words)},
-        ],
-        "words": words,
-        "answer": _SEPARATOR[preset].join(sorted(words)),
-    }
 
 
 def _after_thinking(completion: CompletionText) -> str:
@@ -283,10 +287,6 @@ def _answer_words(completion: CompletionText, preset: Preset) -> list[str]:
     if preset == "quickstart":
         text = text.strip().partition("\n")[0].lower()
     return re.findall(r"[a-zA-Z]+", text)
-
-
-def _line_starts(completion: CompletionText) -> set[str]:
-    return set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
 
 
 def _first_index(word: str, text: str) -> int:

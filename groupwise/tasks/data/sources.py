@@ -159,16 +159,6 @@ class _Split:
         return rows[_resolve_bound(self.start, len(rows)) : _resolve_bound(self.stop, len(rows))]
 
 
-def _parse_split(text: str, source: str) -> _Split:
-    match = _SPLIT.fullmatch(text)
-    if match is None:
-        raise TaskError(
-            f"The split {text!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
-            "train[10%:90%]."
-        )
-    return _Split(match["name"], match["start"], match["stop"])
-
-
 def _resolve_bound(bound: str | None, count: int) -> int | None:
     if bound is None or not bound.endswith("%"):
         return None if bound is None else int(bound)
@@ -179,7 +169,16 @@ def _resolve_bound(bound: str | None, count: int) -> int | None:
 
 
 def _read_local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
-    split_spec, path = _parse_split(split, source), Path(source).expanduser()
+    match = _SPLIT.fullmatch(split)
+    if match is None:
+        raise TaskError(
+            f"The split {split!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
+            "train[10%:90%]."
+        )
+    split_spec, path = (
+        _Split(match["name"], match["start"], match["stop"]),
+        Path(source).expanduser(),
+    )
     if not path.exists():
         raise TaskError(_missing_file_message(source, path))
     files = _files_of(path, split_spec.name) if path.is_dir() else [path]

@@ -164,7 +164,8 @@ def question(
         prompt=prompt,
         mark=mark,
         completions="\n\n".join(
-            _delimit_answer(mark, name, text) for name, text in zip(names, completions, strict=True)
+            f"<<< {mark} answer {name} begins >>>\n{text}\n<<< {mark} answer {name} ends >>>"
+            for name, text in zip(names, completions, strict=True)
         ),
         task=TASKS[mode].format(low=low, high=high),
         form=_verdict_format(mode, mark, names, scale),
@@ -197,10 +198,6 @@ def check_template(template: str) -> None:
         problems = [f"lacks {{{name}}}" for name in sorted(missing)]
         problems += [f"has {{{name}}}, which is no field" for name in sorted(unknown)]
         raise ValueError(f"template {' and '.join(problems)}. Write {{{{ and }}}} for braces.")
-
-
-def _delimit_answer(mark: str, name: str, text: str) -> str:
-    return f"<<< {mark} answer {name} begins >>>\n{text}\n<<< {mark} answer {name} ends >>>"
 
 
 def _verdict_format(mode: Mode, mark: str, names: Sequence[str], scale: tuple[float, float]) -> str:

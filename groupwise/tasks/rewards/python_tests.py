@@ -908,7 +908,11 @@ class PythonTests:
         if log_extra is not None:
             log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
         return [
-            verdict if isinstance(verdict, Failed) else self._reward_of_verdict(verdict)
+            verdict
+            if isinstance(verdict, Failed)
+            else verdict.passed / verdict.of
+            if self.partial
+            else float(verdict.passed == verdict.of)
             for verdict in verdicts
         ]
 
@@ -924,9 +928,6 @@ class PythonTests:
                 return await verdict(code, row, limits, self.require)
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
-
-    def _reward_of_verdict(self, verdict: Verdict) -> float:
-        return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 
 def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:

@@ -52,7 +52,13 @@ _SWEEPS = 200
 def main() -> Callable[[], None]:
     """Builds the box and returns the function to run; only the program's process returns from here."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    orders = _receive_orders(control)
+    buffer = FrameBuffer()
+    while (frame := buffer.take()) is None:
+        piece = control.recv(1 << 16)
+        if not piece:
+            os._exit(0)
+        buffer.add(piece)
+    orders = json.loads(frame)
     protections: Held = {
         name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
     }
@@ -88,16 +94,6 @@ def main() -> Callable[[], None]:
     except BaseException:  # noqa: BLE001 — the cause is reported; a box that was not built runs nothing
         _report_to_parent(control, {"broken": traceback.format_exc()})
     os._exit(0)
-
-
-def _receive_orders(control: socket.socket) -> dict[str, Any]:
-    buffer = FrameBuffer()
-    while (frame := buffer.take()) is None:
-        piece = control.recv(1 << 16)
-        if not piece:
-            os._exit(0)
-        buffer.add(piece)
-    return json.loads(frame)
 
 
 # The warden

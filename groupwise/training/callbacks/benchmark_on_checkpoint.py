@@ -216,7 +216,16 @@ class BenchmarkOnCheckpoint(Callback):
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A finished run waits for its evaluations until Ctrl-C. Any other end of a run kills them; a resume starts them again."""
         if end.state == "finished":
-            self._wait_for_evaluations(run)
+            last_notice: float | None = None
+            while (self._waiting or self._processes) and not run.interrupted:
+                if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
+                    still = "" if last_notice is None else "still "
+                    run.say(
+                        f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
+                    )
+                    last_notice = time.monotonic()
+                self._poll(run)
+                time.sleep(POLL_INTERVAL)
         if self._waiting or self._processes:
             pending_work = f"{self.label} of {self._unfinished_steps()}"
             run.say(f"{pending_work} is done when the run goes on")
@@ -224,18 +233,6 @@ class BenchmarkOnCheckpoint(Callback):
                 run.leave(pending_work)
         for process in self._processes:
             process.family.end()
-
-    def _wait_for_evaluations(self, run: RunHandle) -> None:
-        last_notice: float | None = None
-        while (self._waiting or self._processes) and not run.interrupted:
-            if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
-                still = "" if last_notice is None else "still "
-                run.say(
-                    f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
-                )
-                last_notice = time.monotonic()
-            self._poll(run)
-            time.sleep(POLL_INTERVAL)
 
     def _unfinished_steps(self) -> str:
         steps = sorted([*(process.step for process in self._processes), *self._waiting])

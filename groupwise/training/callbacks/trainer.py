@@ -173,7 +173,16 @@ class TrainerCallbackAdapter(Callback):
         self._questions = evaluation.asked
         self._log(run, metrics)
         self._forward_event(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
-        self._note_best(run, metrics)
+        name = str(self._args.metric_for_best_model)
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None or not math.isfinite(value):
+            return
+        sign, best = (1 if self._args.greater_is_better else -1), self._state.best_metric
+        if best is None or sign * (value - best) > 0:
+            self._state.best_metric, self._state.best_global_step = value, run.step
+            saved = self._saved
+            is_saved = saved is not None and saved[0] == run.step
+            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """The event of the same name."""
@@ -230,18 +239,6 @@ class TrainerCallbackAdapter(Callback):
         logs = {**metrics, "epoch": run.epoch}
         self._state.log_history.append({**logs, "step": run.step})
         self._forward_event(run, "on_log", logs=dict(logs))
-
-    def _note_best(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
-        name = str(self._args.metric_for_best_model)
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-        if value is None or not math.isfinite(value):
-            return
-        sign, best = (1 if self._args.greater_is_better else -1), self._state.best_metric
-        if best is None or sign * (value - best) > 0:
-            self._state.best_metric, self._state.best_global_step = value, run.step
-            saved = self._saved
-            is_saved = saved is not None and saved[0] == run.step
-            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
 
 def _trainer_args(run: RunHandle) -> dict[str, Any]:

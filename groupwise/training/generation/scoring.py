@@ -108,7 +108,20 @@ async def score_all(
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:
-        group = await scorer.score(_score_request(item, generations))
+        count = len(generations)
+        group = await scorer.score(
+            ScoreRequest(
+                draw=item.index,
+                prompts=[item.prompt] * count,
+                completions=[
+                    as_completion(item.prompt, generation.text) for generation in generations
+                ],
+                completion_ids=[[] for _ in range(count)],
+                columns={name: [value] * count for name, value in _reward_columns(item).items()},
+                global_step=0,
+                max_steps=1,
+            )
+        )
         scores[item.key] = group.members
         on_change(len(scores))
 
@@ -133,19 +146,6 @@ def _reward_columns(item: Item) -> dict[str, Any]:
         for name, value in item.columns.items()
         if name != PROMPT and name not in RESERVED
     }
-
-
-def _score_request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
-    count = len(generations)
-    return ScoreRequest(
-        draw=item.index,
-        prompts=[item.prompt] * count,
-        completions=[as_completion(item.prompt, generation.text) for generation in generations],
-        completion_ids=[[] for _ in range(count)],
-        columns={name: [value] * count for name, value in _reward_columns(item).items()},
-        global_step=0,
-        max_steps=1,
-    )
 
 
 def _no_metrics(*_: Any) -> dict[str, Any]:

@@ -137,18 +137,6 @@ def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str
     ]
 
 
-def _sizes_in_plan(sizes: ModelPlan) -> dict[str, Any]:
-    return {
-        "parameters": sizes.parameters,
-        "parameters_trained": sizes.trained_parameters,
-        "parameters_active": sizes.active_parameters,
-        "memory_mib": {
-            **{key: round(value) for key, value in asdict(sizes.memory).items()},
-            "total": round(sizes.memory.total),
-        },
-    }
-
-
 def plan_of(
     prepared: Prepared,
     sizes: ModelPlan | None,
@@ -173,7 +161,19 @@ def plan_of(
             "task": prepared.task.described,
             **counts,
             **row_counts(prepared.task),
-            **(_sizes_in_plan(sizes) if sizes is not None else {}),
+            **(
+                {
+                    "parameters": sizes.parameters,
+                    "parameters_trained": sizes.trained_parameters,
+                    "parameters_active": sizes.active_parameters,
+                    "memory_mib": {
+                        **{key: round(value) for key, value in asdict(sizes.memory).items()},
+                        "total": round(sizes.memory.total),
+                    },
+                }
+                if sizes is not None
+                else {}
+            ),
             "layout": asdict(prepared.layout),
             "warnings": [*filter(None, [thread_warning]), *warnings],
             **first_examples,

@@ -337,7 +337,16 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
         )
         fingerprint = next(fingerprints, None)
     else:
-        _load_checkpoint(run, checkpoint)
+        try:
+            run.learner.load(str(checkpoint.path))
+        except (OSError, GroupwiseError) as error:
+            if checkpoint.path.is_dir():
+                raise
+            raise CheckpointError(
+                f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
+                "(run.save_total_limit). Give the command again."
+            ) from error
+        run.take_position(checkpoint.extra["position"])
         fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
     if fingerprint in (None, run.policy.fingerprint):
@@ -346,19 +355,6 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
         f"the weights have the fingerprint {run.policy.fingerprint}, {fingerprint} was recorded: this machine makes "
         "or reads other ones than the run had"
     )
-
-
-def _load_checkpoint(run: Learning, checkpoint: Checkpoint) -> None:
-    try:
-        run.learner.load(str(checkpoint.path))
-    except (OSError, GroupwiseError) as error:
-        if checkpoint.path.is_dir():
-            raise
-        raise CheckpointError(
-            f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
-            "(run.save_total_limit). Give the command again."
-        ) from error
-    run.take_position(checkpoint.extra["position"])
 
 
 async def _replay_step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
