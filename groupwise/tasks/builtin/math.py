@@ -281,17 +281,7 @@ def _with_completions(rows: Rows) -> Rows:
 def _problems_of_split(
     task_config: TaskConfig, source: str, split: str
 ) -> tuple[list[Problem], Counter[str]]:
-    return problems_of(
-        read_source(source, task_config.source_config, split, task_config.columns or None),
-        task_config,
-        source,
-    )
-
-
-def problems_of(
-    rows: Sequence[Mapping[str, Any]], task_config: TaskConfig, source: str
-) -> tuple[list[Problem], Counter[str]]:
-    """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
+    rows = read_source(source, task_config.source_config, split, task_config.columns or None)
     question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
     return keep_usable(
         rows,

@@ -221,21 +221,7 @@ def rows_of(
     source_rows: Sequence[Mapping[str, Any]], task_config: TaskConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
-    names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
-    return keep_usable(
-        source_rows,
-        lambda row: row_of(
-            task_config, {column: row.get(source_column) for column, source_column in names.items()}
-        ),
-        lambda row: question_key(row["question"]),
-        source=_source_name(task_config),
-        strict=task_config.strict,
-        remedy="task.columns says which of them are question, rubric and reference.",
-    )
-
-
-def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, str]:
-    """The source's name for each of our columns."""
+    available = dict.fromkeys(name for row in source_rows for name in row)
     for column, source_column in task_config.columns.items():
         if column not in COLUMNS:
             raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
@@ -253,11 +239,21 @@ def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> di
                 f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. "
                 f"{_columns_text(available)} Name it: task.columns.{column}=NAME"
             )
-    return {
+    names = {
         column: source_column
         for column, source_column in names.items()
         if source_column is not None
     }
+    return keep_usable(
+        source_rows,
+        lambda row: row_of(
+            task_config, {column: row.get(source_column) for column, source_column in names.items()}
+        ),
+        lambda row: question_key(row["question"]),
+        source=_source_name(task_config),
+        strict=task_config.strict,
+        remedy="task.columns says which of them are question, rubric and reference.",
+    )
 
 
 def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,21 +101,20 @@ def document_errors(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         if path.startswith(PREFIX):
             for operation in operations.values():
-                operation["responses"] = _error_responses(operation["responses"])
-
-
-def _error_responses(responses: dict[str, Any]) -> dict[str, Any]:
-    errors: dict[str, Any] = {}
-    for status, response in responses.items():
-        if MEDIA_TYPE not in response.get("content", {}):
-            errors[status] = response
-            continue
-        code = str(status_of(int(status)))
-        description = errors.get(code, {}).get("description", "")
-        errors[code] = {
-            "description": f"{description}\n\n{response['description']}".strip(),
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
-            },
-        }
-    return errors
+                responses = operation["responses"]
+                errors: dict[str, Any] = {}
+                for status, response in responses.items():
+                    if MEDIA_TYPE not in response.get("content", {}):
+                        errors[status] = response
+                        continue
+                    code = str(status_of(int(status)))
+                    description = errors.get(code, {}).get("description", "")
+                    errors[code] = {
+                        "description": f"{description}\n\n{response['description']}".strip(),
+                        "content": {
+                            "application/json": {
+                                "schema": {"$ref": "#/components/schemas/ErrorAnswer"}
+                            }
+                        },
+                    }
+                operation["responses"] = errors

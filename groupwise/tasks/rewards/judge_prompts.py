@@ -109,7 +109,10 @@ class Question:
     def _parse_scores(self, verdict: Mapping[str, Any]) -> dict[str, float]:
         match self.mode:
             case "alone":
-                return {self.names[0]: self._parse_score(verdict.get("score"))}
+                given = verdict.get("score")
+                if not self._on_scale(given):
+                    raise Malformed(f"{given!r:.40} is no {self.scale_text}")
+                return {self.names[0]: float(given)}
             case "pairs":
                 better = verdict.get("better")
                 first, second = self.names
@@ -133,11 +136,6 @@ class Question:
         if isinstance(score, bool) or not isinstance(score, int | float):
             return False
         return low <= score <= high
-
-    def _parse_score(self, score: object) -> float:
-        if not self._on_scale(score):
-            raise Malformed(f"{score!r:.40} is no {self.scale_text}")
-        return float(score)
 
     @property
     def scale_text(self) -> str:

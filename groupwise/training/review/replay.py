@@ -238,15 +238,12 @@ def config_at_step(
     for resume in reversed(resumes[max(resumes_applied, default=0) :]):
         for key, (old_value, _) in resume.changes.items():
             if key.startswith("layout.") == (section == "layout"):
-                _set_key(config, key.removeprefix(f"{section}.").split("."), old_value)
+                tree = config
+                *sections, leaf = key.removeprefix(f"{section}.").split(".")
+                for outer in sections:
+                    tree = tree.setdefault(outer, {})
+                tree[leaf] = old_value
     return config
-
-
-def _set_key(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    *sections, leaf = keys
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[leaf] = value
 
 
 def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
