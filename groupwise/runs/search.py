@@ -27,7 +27,7 @@ from groupwise.runs.tables import read_parts, task_label
 INSTRUCTIONS = 400_000
 """Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
-"""From this offset on, the quick attempts (`Database.query_within`) are skipped: they would take too long."""
+"""The quick attempts (`Database.query_within`) are skipped from this offset on: they would take too long."""
 COMMON = 20_000
 """A condition that this many rollouts meet is common: scanning in order finds enough matches quickly, so its matches are not collected."""
 FEW = 250_000

@@ -124,7 +124,7 @@ class Bodies:
         return content
 
     def give_up(self) -> None:
-        """On shutdown: stop waiting for incomplete bodies."""
+        """Stop waiting for incomplete bodies."""
         self._is_shutting_down = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:

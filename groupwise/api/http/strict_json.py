@@ -198,7 +198,7 @@ def _check_keys(text: bytes) -> None:
 
 
 def finite(text: str) -> float:
-    """For `parse_float` of `json.loads`: refuses a number beyond the range of a double."""
+    """The `parse_float` of `json.loads`: refuses a number beyond the range of a double."""
     value = float(text)
     if not math.isfinite(value):
         raise NotStrict("a number is beyond the range of a double")
@@ -206,7 +206,7 @@ def finite(text: str) -> float:
 
 
 def no_constant(name: str) -> Any:
-    """For `parse_constant`: refuses NaN and Infinity, which are not JSON."""
+    """The `parse_constant` of `json.loads`: refuses NaN and Infinity, which are not JSON."""
     raise NotStrict(f"{name} is no number of JSON")
 
 

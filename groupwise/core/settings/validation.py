@@ -210,7 +210,7 @@ class _ProblemSearch:
 
 
 MANY_FOREIGN = 3
-"""From this many keys of other frameworks on, a config is taken for one of theirs."""
+"""A config with this many keys of other frameworks is taken for one of theirs."""
 MOST_PROBLEMS = 50
 """The most problems reported for one config."""
 MOST_NAMES = 3

@@ -59,7 +59,7 @@ INSTRUCTION = (
     "right edge in as few moves as possible. A move is car, direction and number of cells. Answer with nothing but the moves "
     "between answer tags, for example <answer>A>1,Dv2,B<1</answer>."
 )
-"""In the example the last car is not A, so it solves no board."""
+"""The last car of the example is not A, so it solves no board."""
 
 State = int
 """Position of every car on its line, three bits each; car A has the lowest bits."""
@@ -110,7 +110,7 @@ class Layout:
     cars: tuple[Car, ...]
     walls: int
     masks: tuple[tuple[int, ...], ...]
-    """For each car, the mask of its cells at each position on its line."""
+    """The mask of each car's cells at each position on its line."""
 
 
 @dataclass(frozen=True, slots=True)

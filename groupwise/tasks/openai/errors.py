@@ -94,7 +94,7 @@ async def _send_error(send: Send, start: Message, problem: Problem) -> None:
 
 
 def document_errors(document: dict[str, Any]) -> None:
-    """In an OpenAPI document, replace the problem responses of the /v1 routes by OpenAI's errors."""
+    """Replace the problem responses of the /v1 routes in an OpenAPI document by OpenAI's errors."""
     schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schemas.pop("$defs"))
     document["components"]["schemas"]["ErrorAnswer"] = schemas

@@ -98,7 +98,7 @@ class CrosswordAccuracy:
 @reward("pure_accuracy")
 @dataclass(frozen=True, slots=True)
 class PureAccuracy:
-    """At most 1: the answer tag holds the gold answer alone (1), that stands as a word, it occurs in reasoning of some length."""
+    """The best of three: the tag holds the gold answer alone (1), the answer is one of its words, it occurs in reasoning of some length."""
 
     answer_column: str | None = None
     word_bonus: float = 0.02

@@ -70,7 +70,7 @@ class Reporting(Callback):
         self._next: MetricsRow | None = None
         """The row of the last step, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """For each sink, the findings that were sent to it, with the row of each."""
+        """The findings that were sent to each sink, with the row of each."""
 
     def check(self, config: View) -> None:
         """Raise ValueError if a sink's package is not installed, or if the sink cannot write."""

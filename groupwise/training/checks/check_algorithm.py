@@ -85,7 +85,7 @@ _ADVICE = {
 
 
 def _violations(algorithm: Algorithm) -> dict[str, str]:
-    """For each test, where it is violated; empty if it is not."""
+    """Where each test is violated; empty if it is not."""
     groups = [_group(draw) for draw in range(GROUPS)]
     whole = _gradient(algorithm, groups)
     slopes = [slope for rows in whole.values() for row in rows for slope in row]

@@ -41,7 +41,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
     "repetition": {"repetition_n_grams": ("n", 3), "repetition_max_penalty": ("max_penalty", -1.0)},
     "overlong": {"max_completion_len": ("max_length", 16384), "soft_punish_cache": ("cache", 4096)},
 }  # fmt: skip
-"""For each reward: open-r1's key -> our parameter, and open-r1's default."""
+"""Each reward's parameters: open-r1's key -> our parameter, and open-r1's default."""
 OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
 """The arguments with which TRL's command calls `get_soft_overlong_punishment`; a config names that reward without arguments."""
 SAME_DEFAULT = {

@@ -142,7 +142,7 @@ class EvalResult:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
+        """The number of prompts that each metric lacks because too few of their samples could be scored."""
         measures = {name: measure(name, self.rows) for name in self.metrics_with_interval}
         return {
             name: computed.left_out

@@ -188,7 +188,7 @@ def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterato
 def _exclusion_reasons(
     generations: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
-    """For each generation of a row, the reason why it is left out, or None."""
+    """The reason why each generation of a row is left out, or None."""
     reasons = [_unusable_reason(generation, config) for generation in generations]
     if config.min_reward is None:
         return reasons

@@ -103,7 +103,7 @@ async def _updates(
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
-    """For each update of a step, the range of its groups: contiguous, of nearly equal size, the same in every pass."""
+    """The range of groups of each update of a step: contiguous, of nearly equal size, the same in every pass."""
     count = min(training.minibatches, groups)
     bounds = [groups * index // count for index in range(count + 1)]
     for _ in range(training.num_iterations):

@@ -97,7 +97,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
 
 
 def row_counts(task: Task) -> dict[str, dict[str, dict[str, int]]]:
-    """For each hook, the number of rows that were left out or changed, by reason."""
+    """The number of rows of each hook that were left out or changed, by reason."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},

@@ -42,7 +42,7 @@ class FixedLag:
         self._steps: dict[int, asyncio.Task[StepBatch]] = {}
         self._sampling: dict[int, asyncio.Event] = {}
         self._ends = {run.step - 1: run.next_draw}
-        """For each step, the first draw after those of that step."""
+        """The first draw after those of each step."""
         self._caught_up = False
 
     @property

@@ -435,7 +435,7 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
 
 
 def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
-    """For each example, the sum of its losses and its number of trained tokens."""
+    """The sum of each example's losses and its number of trained tokens."""
     losses: dict[int, tuple[float, int]] = {}
     for row in rows:
         total, tokens = losses.get(row["example"], (0.0, 0))

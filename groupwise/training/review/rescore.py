@@ -97,7 +97,7 @@ class Agreement:
     correlation: float | None
     """Pearson's correlation over the rollouts; None if either side is constant."""
     agreement: float | None
-    """Of the pairs within a group that are not tied on both sides, the fraction that both sides order alike."""
+    """The fraction of pairs that both sides order alike, of those within a group that are not tied on both sides."""
     moved: int
     """Number of rollouts whose rank in their group changed."""
     failed: int
@@ -538,7 +538,7 @@ def _correlation(tallies: Sequence[_Tally], scored_count: int) -> float | None:
 
 
 def _order_agreements(group: Sequence[Rescored]) -> Iterator[bool]:
-    """For each pair of a group that is not tied on both sides, whether both sides order it alike."""
+    """Whether both sides order a pair of a group alike, for each that is not tied on both sides."""
     for (x_old, x_new), (y_old, y_new) in combinations(_reward_pairs(group), 2):
         old_order, new_order = _sign(x_old - y_old), _sign(x_new - y_new)
         if old_order or new_order:
