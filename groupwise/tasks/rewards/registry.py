@@ -105,6 +105,11 @@ def get_reward_funcs(
     return _build_rewards(names, section.get("answer_column"), where)
 
 
+def named_rubric(names: Sequence[str], answer_column: str | None, where: str) -> Rubric:
+    """The rewards that an option lists by name. Raises TaskError with a message that starts with `where`."""
+    return Rubric(_build_rewards(names, answer_column, where), where=where)
+
+
 def configured_rubric(
     section: Mapping[str, Any], task_rewards: tuple[str, Rubric] | None = None
 ) -> Rubric | None:

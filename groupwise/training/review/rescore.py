@@ -32,7 +32,7 @@ from groupwise.runs.find import resolve
 from groupwise.runs.folder import RECORD, add_result, read_config, result_file
 from groupwise.runs.store import Store
 from groupwise.tasks.rewards.inprocess import InProcessScorer, RubricScorer
-from groupwise.tasks.rewards.registry import get_reward_funcs
+from groupwise.tasks.rewards.registry import named_rubric
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.tasks.rollouts.score import score_group
@@ -253,11 +253,11 @@ def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
 
 def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     answer_column = loaded.config.rewards.answer_column
-    rubric = _named_rubric(rewards, answer_column)
+    rubric = named_rubric(rewards, answer_column, "--rewards")
     arguments = {"rewards": list(rewards), "answer_column": answer_column}
     limit = loaded.config.rewards.time_limit
     if rubric.stateful or loaded.config.rewards.in_process:
-        scorer = InProcessScorer(rubric, _no_metrics, time_limit=limit)
+        scorer = InProcessScorer(rubric, time_limit=limit)
     else:
         scorer = RewardWorkers(
             "groupwise.training.review.rescore:named_scorer",
@@ -269,18 +269,9 @@ def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     return _Judge(f"rescored-{'-'.join(rubric.names)}"[:100], "--rewards", rubric, scorer)
 
 
-def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
-    section = {"rewards": {"answer_column": answer_column}}
-    return Rubric(get_reward_funcs(rewards, section), where="--rewards")
-
-
 def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
     """The factory that reward workers call for rewards by name."""
-    return RubricScorer(_named_rubric(rewards, answer_column), _no_metrics)
-
-
-def _no_metrics(*_: Any) -> dict[str, Any]:
-    return {}
+    return RubricScorer(named_rubric(rewards, answer_column, "--rewards"))
 
 
 def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
