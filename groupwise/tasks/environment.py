@@ -96,7 +96,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         return
     needed = [
         p.name
-        for p in _parameters_of(reset)[1:]
+        for p in list(inspect.signature(reset).parameters.values())[1:]
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     missing = [name for name in needed if name not in columns and name not in GIVEN]
@@ -135,7 +135,7 @@ def check_methods(environment: object, where: str) -> None:
 
 def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `available` that the method names; all of them if it takes any keyword."""
-    parameters = _parameters_of(reset)
+    parameters = list(inspect.signature(reset).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(available)
     return {p.name: available[p.name] for p in parameters if p.name in available}
@@ -212,10 +212,6 @@ def _is_message(value: object) -> bool:
         return False
     message = cast("Mapping[Any, Any]", value)
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-
-
-def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
 
 
 def _short_repr(value: object) -> str:

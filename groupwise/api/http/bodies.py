@@ -73,7 +73,7 @@ class Bodies:
         `max_bytes`: the limit of this route, where it is below that of the server.
         """
         if self._is_shutting_down:
-            raise _shutting_down()
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         limit_of_body = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         length = headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20 and int(length) > limit_of_body:
@@ -98,7 +98,7 @@ class Bodies:
                     self._limits.discard(limit)
         except TimeoutError:
             if self._is_shutting_down:
-                raise _shutting_down() from None
+                raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY) from None
             raise Refusal(
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
             ) from None
@@ -179,7 +179,3 @@ def give_memory_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
     asyncio.get_running_loop().call_later(1.0, _body_thread.submit, trim)
-
-
-def _shutting_down() -> Refusal:
-    return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)

@@ -182,7 +182,16 @@ def rescore(
         kind = store.get_meta().get("kind", "rl")
         if kind != "rl":
             raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
-        draws_by_step = _draws_to_score(store, path.name, step, limit)
+        steps = {record.step: record.all_draws for record in store.steps()}
+        if not steps:
+            raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
+        if step is not None and step not in steps:
+            raise RunNotFoundError(
+                f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+            )
+        draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
+        by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
+        draws_by_step = {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
         target = result_file(path, judge.name)
@@ -292,22 +301,6 @@ def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
 
 
 # --- scoring -------------------------------------------------------------------------------------
-
-
-def _draws_to_score(
-    store: Store, name: str, step: int | None, limit: int | None
-) -> dict[int, frozenset[int]]:
-    """The draws to score, by step: those of one step or of all steps, and of these only the last `limit`."""
-    steps = {record.step: record.all_draws for record in store.steps()}
-    if not steps:
-        raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
-    if step is not None and step not in steps:
-        raise RunNotFoundError(
-            f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
-        )
-    draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
-    by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
-    return {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
 
 
 async def _rescore_steps(
