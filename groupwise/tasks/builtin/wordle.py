@@ -347,7 +347,20 @@ def _draw_turns(
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        turn = _draw_turn(words, stream, least, most, choices)
+        secret = words[stream.below(len(words))]
+        turns = least + stream.below(most - least + 1)
+        guesses: list[str] = []
+        marks: list[str] = []
+        while len(guesses) < turns:
+            guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
+            marks.append(marks_of(guesses[-1], secret))
+        knowledge = Knowledge.of(guesses, marks)
+        fresh = [word for word in words if word not in guesses]
+        shown_words = stream.among(secret, fresh, choices) if choices else []
+        gold = next(
+            word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
+        )
+        turn = Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
         key = (turn.guesses, turn.marks)
         vain = vain + 1 if key in rows else 0
         rows.setdefault(key, turn)
@@ -357,25 +370,6 @@ def _draw_turns(
                 "are asked for. Ask for fewer, or raise task.max_history."
             )
     return tuple(rows.values())
-
-
-def _draw_turn(
-    words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None
-) -> Turn:
-    secret = words[stream.below(len(words))]
-    turns = least + stream.below(most - least + 1)
-    guesses: list[str] = []
-    marks: list[str] = []
-    while len(guesses) < turns:
-        guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
-        marks.append(marks_of(guesses[-1], secret))
-    knowledge = Knowledge.of(guesses, marks)
-    fresh = [word for word in words if word not in guesses]
-    shown_words = stream.among(secret, fresh, choices) if choices else []
-    gold = next(
-        word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
-    )
-    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
 
 
 def _earlier_guess(

@@ -444,8 +444,20 @@ def _read_hub(
     try:
         dataset = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
+        options = {"config": config, "split": split, "revision": revision}
+        described = ", ".join(
+            f"{name} {value!r}" for name, value in options.items() if value is not None
+        )
+        reason = str(error).strip() or repr(error)
+        offline = isinstance(error, ConnectionError)
+        advice = (
+            "The hub cannot be reached. A dataset that was loaded once is found in the cache of this machine; else give a file"
+            if offline
+            else "Look at its page for its configs and splits, or give a file"
+        )
         raise TaskError(
-            _hub_error_message(source, config, split, revision, error),
+            f"The dataset {source!r} ({described}) could not be had from the hub, after looking for a file or folder of that name in "
+            f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)}).",
             temporary=hub_errors.is_temporary(error),
         ) from error
     finally:
@@ -482,23 +494,3 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     if not hasattr(indices, "column"):
         return range(first, first + len(dataset)) if first else None
     return [first + index for index in indices.column(0).to_pylist()]
-
-
-def _hub_error_message(
-    source: str, config: str | None, split: str, revision: str | None, error: Exception
-) -> str:
-    options = {"config": config, "split": split, "revision": revision}
-    described = ", ".join(
-        f"{name} {value!r}" for name, value in options.items() if value is not None
-    )
-    reason = str(error).strip() or repr(error)
-    offline = isinstance(error, ConnectionError)
-    advice = (
-        "The hub cannot be reached. A dataset that was loaded once is found in the cache of this machine; else give a file"
-        if offline
-        else "Look at its page for its configs and splits, or give a file"
-    )
-    return (
-        f"The dataset {source!r} ({described}) could not be had from the hub, after looking for a file or folder of that name in "
-        f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)})."
-    )

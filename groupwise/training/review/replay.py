@@ -357,7 +357,19 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
 async def _replay_step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
     """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
-    groups = _trained_groups(recording, record)
+    by_draw = {group.draw: group for group in recording.store.groups(record.step)}
+    groups = [by_draw[draw] for draw in record.draws]
+    tokens_missing = any(
+        segment.source == "policy" and segment.sampling_logprobs is None
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+    )
+    if tokens_missing:
+        raise UsageError(
+            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
+            "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
+        )
     credits = run.algorithm.credits(groups)
     result = await learn(run, groups, credits, record.learning_rate)
     if result.changed:
@@ -373,24 +385,6 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
         if recording.rounding
         else None,
     )
-
-
-def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
-    """The groups that the step trained, in order. Raises UsageError if their tokens were not kept."""
-    by_draw = {group.draw: group for group in recording.store.groups(record.step)}
-    groups = [by_draw[draw] for draw in record.draws]
-    tokens_missing = any(
-        segment.source == "policy" and segment.sampling_logprobs is None
-        for group in groups
-        for rollout in group.rollouts
-        for segment in rollout.segments
-    )
-    if tokens_missing:
-        raise UsageError(
-            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
-            "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
-        )
-    return groups
 
 
 def _other_advantages(group: Group, credits: Weights) -> int:
