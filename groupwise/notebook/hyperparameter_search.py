@@ -101,13 +101,7 @@ def search(
     on_drive = drive.mirror(config)
     journal = None if on_drive is None else Path(f"{on_drive}{AFTER}") / JOURNAL
     if journal is not None and journal.is_file():
-        # The journal on Drive replaces a shorter one here, without an incomplete last line.
-        local_journal = folder / JOURNAL
-        journal_bytes = journal.read_bytes()
-        journal_bytes = journal_bytes[: journal_bytes.rfind(b"\n") + 1]
-        if len(journal_bytes) > (local_journal.stat().st_size if local_journal.is_file() else 0):
-            local_journal.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_file(local_journal, journal_bytes)
+        _bring_back(journal, folder / JOURNAL)
     study = open_study(folder, prune)
     result = Search(config, metric, study)
     refuse_other_space(study, trial_space)
@@ -186,6 +180,15 @@ def _collect_names(study: Study, folder: Path) -> set[str]:
     if names != stored_names:
         study.set_user_attr(COLLECTED, sorted(names))
     return names
+
+
+def _bring_back(on_drive: Path, local_journal: Path) -> None:
+    """Replace the journal by the one on Drive if that is longer; an incomplete last line is ignored."""
+    journal_bytes = on_drive.read_bytes()
+    journal_bytes = journal_bytes[: journal_bytes.rfind(b"\n") + 1]
+    if len(journal_bytes) > (local_journal.stat().st_size if local_journal.is_file() else 0):
+        local_journal.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_file(local_journal, journal_bytes)
 
 
 def _copy_to_drive(journal: Path, to: Path) -> None:

@@ -92,19 +92,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         limit = config.eval.max_examples
         held_out = _read_hook(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
-        evaluation_keys = {
-            "eval.eval_steps": config.eval.eval_steps,
-            "eval.early_stopping_patience": config.eval.early_stopping_patience,
-            "eval.load_best_model_at_end": config.eval.load_best_model_at_end or None,
-            "training.stop_when": config.training.stop_when or None,
-        }
-        keys = [key for key, value in evaluation_keys.items() if value is not None]
-        if keys:
-            problem = "returns None from" if resolved_task.has("get_sft_eval_dataset") else "has no"
-            raise TaskError(
-                f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {resolved_task.described} {problem} "
-                "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
-            )
+        _refuse_evaluation_keys(config, resolved_task)
     facts = {
         **task_facts(resolved_task),
         "data": _lessons_fingerprint(lessons),
@@ -139,6 +127,23 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
+
+
+def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
+    """Raise TaskError for keys that need held-out rows, because the task has none."""
+    evaluation_keys = {
+        "eval.eval_steps": config.eval.eval_steps,
+        "eval.early_stopping_patience": config.eval.early_stopping_patience,
+        "eval.load_best_model_at_end": config.eval.load_best_model_at_end or None,
+        "training.stop_when": config.training.stop_when or None,
+    }
+    keys = [key for key, value in evaluation_keys.items() if value is not None]
+    if keys:
+        problem = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
+        raise TaskError(
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {problem} "
+            "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
+        )
 
 
 def _read_hook(

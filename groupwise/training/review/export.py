@@ -111,31 +111,7 @@ def export(
     min_kept = MIN_KEPT_SHARE if keep_change else 0.0
 
     def fill(folder: Path) -> None:
-        summary = read_summary(weights.run) or {}
-        is_final = weights.final or summary.get("final_step") == weights.step
-        card = model_card(
-            weights.run,
-            weights.folder,
-            weights.step,
-            location=WeightsLocation(
-                output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
-            ),
-            results=results_of(summary) if is_final else {},
-            merged=to != "adapter",
-        )
-        if to == "adapter":
-            write_artefact(folder, weights.folder, card, _find_tokenizer(weights))
-        elif to == "merged":
-            _write_model(weights, dtype, folder, min_kept)
-            (folder / CARD).write_text(card, encoding="utf-8")
-        else:
-            assert program is not None, "it was looked for"
-            with tempfile.TemporaryDirectory(
-                dir=folder.parent, prefix=atomic_files.BUILDING
-            ) as temp_folder:
-                _write_model(weights, dtype, Path(temp_folder))
-                _convert_to_gguf(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
-            (folder / CARD).write_text(card, encoding="utf-8")
+        _write_weights(weights, to, dtype, program, folder, output, min_kept)
 
     file_names = _fill_output(output, force, fill)
     return Exported(weights.run.name, weights.step, to, output, file_names)
@@ -191,6 +167,43 @@ class _ExportedWeights:
     @property
     def final(self) -> bool:
         return self.folder.name == "final"
+
+
+def _write_weights(
+    weights: _ExportedWeights,
+    to: Format,
+    dtype: ExportDtype,
+    program: Path | None,
+    folder: Path,
+    output: Path,
+    min_kept: float,
+) -> None:
+    # The checkpoint of the last step also contains the final weights.
+    summary = read_summary(weights.run) or {}
+    is_final = weights.final or summary.get("final_step") == weights.step
+    card = model_card(
+        weights.run,
+        weights.folder,
+        weights.step,
+        location=WeightsLocation(
+            output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
+        ),
+        results=results_of(summary) if is_final else {},
+        merged=to != "adapter",
+    )
+    if to == "adapter":
+        write_artefact(folder, weights.folder, card, _find_tokenizer(weights))
+    elif to == "merged":
+        _write_model(weights, dtype, folder, min_kept)
+        (folder / CARD).write_text(card, encoding="utf-8")
+    else:
+        assert program is not None, "it was looked for"
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=atomic_files.BUILDING
+        ) as temp_folder:
+            _write_model(weights, dtype, Path(temp_folder))
+            _convert_to_gguf(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _write_model(
