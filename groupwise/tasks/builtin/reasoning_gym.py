@@ -37,7 +37,7 @@ from groupwise.core.plugins import explain
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copy_plain
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.builtin.reasoning_gym_answers import (
     JUDGED_HERE,
     SIMPLIFIED,
@@ -65,7 +65,7 @@ class Dataset(Strict):
     )
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     datasets: list[Dataset] = setting(
@@ -90,12 +90,12 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
-    return _rows_of_split(_task_config(config), "train")
+    return _rows_of_split(TaskConfig.of(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows. They do not depend on the number of validation or training rows."""
-    return _rows_of_split(_task_config(config), "test")
+    return _rows_of_split(TaskConfig.of(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, with completions in the same form."""
-    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(TaskConfig.of(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
@@ -190,10 +190,6 @@ def _grader(spec: str) -> Callable[..., Any]:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _rows_of_split(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:

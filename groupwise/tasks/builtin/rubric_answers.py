@@ -30,8 +30,8 @@ from pydantic import BaseModel
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.text import CompletionText, completion_text
-from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copy_plain
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -61,7 +61,7 @@ WARNING = (
 )
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     source: str | None = setting(
@@ -107,7 +107,7 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `question`, `rubric`, `reference` and, if the source has it, `score`."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     if task_config.rubric_in_prompt:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
     return _make_splits(task_config).train
@@ -115,17 +115,17 @@ def get_rl_dataset(config: Any) -> Rows:
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _make_splits(_task_config(config)).test
+    return _make_splits(TaskConfig.of(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return _with_completions(_make_splits(_task_config(config)).train)
+    return _with_completions(_make_splits(TaskConfig.of(config)).train)
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with the reference as completion."""
-    return _with_completions(_make_splits(_task_config(config)).validation)
+    return _with_completions(_make_splits(TaskConfig.of(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -183,10 +183,6 @@ def _parse_rubric(text: str) -> list[Any] | None:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _make_splits(task_config: TaskConfig) -> Splits:
