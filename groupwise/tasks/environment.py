@@ -31,6 +31,7 @@ from typing import Any, Protocol, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import printable
+from groupwise.core.reward_call.call import describe_value
 from groupwise.core.types import Message, Prompt, RewardPart
 
 Observation = str | list[Message] | None
@@ -117,7 +118,7 @@ def check_methods(environment: object, where: str) -> None:
             continue
         if not callable(method):
             raise TaskError(
-                f"{where}: `{owner.__name__}.{name}` is {_short_repr(method)}, no method."
+                f"{where}: `{owner.__name__}.{name}` is {describe_value(method)}, no method."
             )
         static = isinstance(inspect.getattr_static(environment, name, None), staticmethod)
         unbound = inspect.isclass(environment) and inspect.isfunction(method) and not static
@@ -144,10 +145,10 @@ def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> 
 def as_step(result: object) -> Step:
     """The result of `step`, checked; raises ValueError that explains the expected type."""
     if not isinstance(result, Step):
-        raise ValueError(f"`step` returned {_short_repr(result)}; expected a groupwise Step")
+        raise ValueError(f"`step` returned {describe_value(result)}; expected a groupwise Step")
     if not isinstance(cast("object", result.metrics), Mapping):
         raise ValueError(
-            f"the metrics are {_short_repr(result.metrics)}; expected a dict of named numbers"
+            f"the metrics are {describe_value(result.metrics)}; expected a dict of named numbers"
         )
     return Step(
         observation=_checked_observation(result.observation),
@@ -163,7 +164,7 @@ def as_prompt(result: object) -> Prompt | None:
         return _checked_observation(result)
     except ValueError:
         raise ValueError(
-            f"`reset` returned {_short_repr(result)}; expected None, text, or a list of chat messages"
+            f"`reset` returned {describe_value(result)}; expected None, text, or a list of chat messages"
         ) from None
 
 
@@ -187,7 +188,9 @@ def _finite_number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward `{name}` is {_short_repr(value)}; expected a finite number")
+        raise ValueError(
+            f"the reward `{name}` is {describe_value(value)}; expected a finite number"
+        )
     return number
 
 
@@ -199,7 +202,7 @@ def _checked_observation(value: object) -> Observation:
     messages = cast("object", [value] if isinstance(value, Mapping) else value)
     if not isinstance(messages, list | tuple) or not all(map(_is_message, cast("Any", messages))):
         raise ValueError(
-            f"the observation is {_short_repr(cast('object', value))}; expected text or chat messages with `role` and `content`"
+            f"the observation is {describe_value(cast('object', value))}; expected text or chat messages with `role` and `content`"
         )
     return [
         {key: printable(text) if isinstance(text, str) else text for key, text in message.items()}
@@ -212,8 +215,3 @@ def _is_message(value: object) -> bool:
         return False
     message = cast("Mapping[Any, Any]", value)
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -392,7 +392,7 @@ def _result_list(answer: Any, count: int) -> list[Any]:
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
         raise _InvalidResult(
-            f"returned {_describe_value(answer)}; expected a list of {count} numbers"
+            f"returned {describe_value(answer)}; expected a list of {count} numbers"
         )
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
@@ -413,7 +413,7 @@ def _parse_entry(entry: Any) -> tuple[float | None, str | None]:
     if value is None:
         return (
             None,
-            f"returned {_describe_value(entry)} for this completion; expected a number or None",
+            f"returned {describe_value(entry)} for this completion; expected a number or None",
         )
     if math.isnan(value):  # as with TRL, which makes NaN of None
         return None, None
@@ -426,7 +426,8 @@ def _failed_result(count: int, reason: str) -> FunctionResult:
     return FunctionResult((None,) * count, (printable(reason),) * count)
 
 
-def _describe_value(value: object) -> str:
+def describe_value(value: object) -> str:
+    """The type of a value and the first characters of its repr, for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 

@@ -234,12 +234,8 @@ class Box:
         ending: Ending = "timed_out"
         with suppress(TimeoutError):
             async with asyncio.timeout(self._since + self._limits.seconds - time.monotonic()):
-                code = -signal.SIGKILL
-                while (report := await self._next_report()) is not None and "over" not in report:
-                    code = report["ended"]
-                if code == -signal.SIGXCPU:
-                    ending = "timed_out"
-                else:
+                code = await self._exit_code()
+                if code != -signal.SIGXCPU:
                     ending = "killed" if code < 0 else "failed" if code else "finished"
         seconds = time.monotonic() - self._since
         self._control.close()
@@ -247,6 +243,13 @@ class Box:
         output, errors = (bytes(stream.kept) for stream in self._streams)
         cut = self._streams[0].cut
         return Result(ending, code, output, errors, cut, seconds, protections)
+
+    async def _exit_code(self) -> int:
+        """The program's exit code, returned once the warden reports that no process is left; −SIGKILL if its first process was killed."""
+        code = -signal.SIGKILL
+        while (report := await self._next_report()) is not None and "over" not in report:
+            code = report["ended"]
+        return code
 
     async def _next_report(self) -> dict[str, Any] | None:
         """The warden's next report; None if there is none."""
