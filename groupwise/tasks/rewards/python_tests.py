@@ -693,7 +693,7 @@ def _describe_result(result: Result) -> str:
 
 
 class _TestsBrokeOff(Exception):
-    """The tests stopped before their end. `_of_functions` finds out whether the tests or the code are at fault."""
+    """The tests stopped before their end. `verdict` finds out whether the tests or the code are at fault."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
         super().__init__(why)
