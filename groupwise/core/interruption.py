@@ -175,7 +175,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         try:
             return done.result()
         except KeyboardInterrupt:
-            _cancel_tasks(inner)
+            if Interruption.active:
+                Interruption.active[-1].request_stop()
+            else:
+                for loop in inner:
+                    for task in asyncio.all_tasks(loop):
+                        loop.call_soon_threadsafe(task.cancel)
             return done.result()
 
 
@@ -215,12 +220,3 @@ async def _with_signal_wakeup(work: Coroutine[Any, Any, T]) -> T:
 def _drain(receiver: socket.socket) -> None:
     with suppress(BlockingIOError):
         receiver.recv(4096)
-
-
-def _cancel_tasks(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-    if Interruption.active:
-        Interruption.active[-1].request_stop()
-        return
-    for loop in loops:
-        for task in asyncio.all_tasks(loop):
-            loop.call_soon_threadsafe(task.cancel)

@@ -262,7 +262,7 @@ class Rollout:
     advantage: float | None = None
     """The advantage that the algorithm computed; separate from `reward`."""
     messages: tuple[Message, ...] | None = None
-    """In a multi-turn chat, the messages after the prompt, the environment's included; None for other rollouts."""
+    """The messages of a multi-turn chat after the prompt, the environment's included; None for other rollouts."""
     ended_by: EndedBy | None = None
     """The reason why a multi-turn rollout ended; None if it failed, and for single-turn rollouts."""
     teacher_prompt_ids: tuple[int, ...] | None = None

@@ -44,7 +44,20 @@ def mount_dashboard(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
             server=server,
             ending=serving.ending,
         )
-        return _dispatch(make_app(context), server_app)
+        dashboard = make_app(context)
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "")
+            if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
+                await server_app(scope, receive, send)
+            elif path == PREFIX:
+                address = scope.get("root_path", "") + PREFIX + "/server"
+                await RedirectResponse(address, 303)(scope, receive, send)
+            else:
+                mounted_scope = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
+                await dashboard(mounted_scope, receive, send)
+
+        return dispatch
 
     return mount
 
@@ -72,20 +85,3 @@ class LocalServer:
             return asyncio.run_coroutine_threadsafe(with_timeout(), self._loop).result()
         except TimeoutError:
             raise Refusal("too_busy", retry_after=TIMEOUT) from None
-
-
-def _dispatch(dashboard: ASGIApp, server_app: ASGIApp) -> ASGIApp:
-    """The dashboard for paths below PREFIX, and the server's own application for all others."""
-
-    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
-            await server_app(scope, receive, send)
-        elif path == PREFIX:
-            address = scope.get("root_path", "") + PREFIX + "/server"
-            await RedirectResponse(address, 303)(scope, receive, send)
-        else:
-            mounted_scope = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
-            await dashboard(mounted_scope, receive, send)
-
-    return dispatch

@@ -8,7 +8,6 @@ from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.training import StatusAnswer
 from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import Page, Visit, page_route
-from groupwise.dashboard.sources.server import WatchedServer
 
 LIVE = "/live?server"
 LONG = 10.0
@@ -27,18 +26,13 @@ STATES = {
 """States of groups, in the order of their life cycle, with their meanings."""
 
 
-def _server_of(visit: Visit) -> WatchedServer:
-    """The server of this dashboard. Raises RunNotFoundError if there is none."""
+def server(visit: Visit) -> Page:
+    """All of it at one instant."""
     if visit.context.server is None:
         raise RunNotFoundError(
             "This dashboard shows no training server; `groupwise web --server URL` does, and `groupwise serve` has a dashboard of its own."
         )
-    return visit.context.server
-
-
-def server(visit: Visit) -> Page:
-    """All of it at one instant."""
-    status, activity = _server_of(visit).ask()
+    status, activity = visit.context.server.ask()
     data = {
         "status": status.model_dump(),
         "activity": activity.model_dump(),

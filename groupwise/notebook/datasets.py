@@ -111,7 +111,17 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
     if name in _BUILT_IN:
         rows = _BUILT_IN[name](config)
     elif name in _REGISTERED:
-        rows = _loader_rows(name, _REGISTERED[name], config)
+        loader = _REGISTERED[name]
+        source = f"The dataset {name!r}"
+        loaded = run_user_code(lambda: loader(config), what=f"{source} failed")
+        if type(loaded) is tuple and len(cast("tuple[Any, ...]", loaded)) == 2:
+            train, test = cast("tuple[Any, Any]", loaded)
+            rows = (
+                _check_rows(train, f"The train part of the dataset {name!r}", config),
+                _check_rows(test, f"The test part of the dataset {name!r}", config),
+            )
+        else:
+            rows = _check_rows(loaded, source, config)
     else:
         source_rows = read_source(name, limit=config.dataset_max, seed=config.seed)
         column_names = list(dict.fromkeys(column for row in source_rows for column in row))
@@ -230,19 +240,6 @@ def _rename_columns(
         return {**other_columns, **prompt_column, **{field: mapped_row[field] for field in names}}
 
     return usable_rows(rows, full_row, f"The dataset {name!r}")
-
-
-def _loader_rows(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
-    source = f"The dataset {name!r}"
-    loaded = run_user_code(lambda: loader(config), what=f"{source} failed")
-    if type(loaded) is tuple and len(cast("tuple[Any, ...]", loaded)) == 2:
-        train, test = cast("tuple[Any, Any]", loaded)
-        name = source.replace("The", "the", 1)
-        return (
-            _check_rows(train, f"The train part of {name}", config),
-            _check_rows(test, f"The test part of {name}", config),
-        )
-    return _check_rows(loaded, source, config)
 
 
 def _check_rows(loaded: Any, source: str, config: TrainingConfig) -> Rows:

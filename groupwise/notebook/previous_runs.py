@@ -45,23 +45,19 @@ PLACES = ("run.name", "run.dir")
 """Keys that do not affect a run's result."""
 
 
-def runs_of(core: RunConfig) -> list[RunInfo]:
-    """All readable runs, the newest first; a missing or damaged record is repaired from the checkpoints."""
-    name = str(core.run.name)
-    runs = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
-    for damaged in [run for run in runs if run.broken is not None]:
-        with suppress(StoreError, UsageError):  # skip a run whose record cannot be repaired
-            recovery.unpack(damaged.path)
-            recovery.recover(damaged.path)
-            runs.append(find.run_info(damaged.path))
-    return [run for run in reversed(runs) if run.broken is None]
-
-
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
     """The newest run that agrees with config and facts. `say` receives messages about unfinished or emptied runs that are skipped."""
-    for run in runs_of(core):
+    # A missing or damaged record is repaired from the checkpoints.
+    name = str(core.run.name)
+    runs = [each for each in find.list_runs(Path(core.run.dir)) if number_of(each.name, name)]
+    for damaged in [each for each in runs if each.broken is not None]:
+        with suppress(StoreError, UsageError):  # skip a run whose record cannot be repaired
+            recovery.unpack(damaged.path)
+            recovery.recover(damaged.path)
+            runs.append(find.run_info(damaged.path))
+    for run in [each for each in reversed(runs) if each.broken is None]:
         differing = changes(run, core, facts)
         weights_missing = run.state == "finished" and find.newest_weights(run.path) is None
         if not differing and not weights_missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from groupwise.core.terminal.notebook import Table
 from groupwise.core.terminal.page import EACH, number, picture, prompt_end
 from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.core.terminal.text import shorten
-from groupwise.core.types import Prompt
 from groupwise.notebook.friendly_errors import plain_number
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.records import RolloutFilter, RolloutView
@@ -105,7 +104,20 @@ class Record:
         rollouts = self.rollouts(step, limit)
         with self._store() as store:
             prompts = store.prompts({rollout.draw for rollout in rollouts})
-        return completions_table(rollouts, prompts, longest)
+        # The prompt stands only in the first row of each group.
+        draws = [None, *(rollout.draw for rollout in rollouts)]
+        rows = [
+            (
+                prompt_end(prompts[rollout.draw], longest // 2)
+                if rollout.draw != previous_draw
+                else "",
+                number(rollout.reward),
+                "  ".join(f"{part.name} {number(part.value)}" for part in rollout.parts),
+                shorten(rollout.completion, longest),
+            )
+            for previous_draw, rollout in zip(draws, rollouts, strict=False)
+        ]
+        return Table("Completions", rows, ("asked", "reward", "parts", "completion"))
 
     def _repr_html_(self) -> str:
         return self._plot("reward", self.metrics()).as_html() + self.table().as_html()
@@ -127,24 +139,3 @@ class Plot:
 
     def _repr_html_(self) -> str:
         return self.as_html()
-
-
-def completions_table(
-    rollouts: Sequence[RolloutView],
-    prompts: Mapping[int, Prompt],
-    longest: int = MAX_CHARACTERS_IN_TABLE,
-) -> Table:
-    """A table of rollouts: the prompt once for each group, reward, its parts, completion. `prompts`: by the draw."""
-    draws = [None, *(rollout.draw for rollout in rollouts)]
-    rows = [
-        (
-            prompt_end(prompts[rollout.draw], longest // 2)
-            if rollout.draw != previous_draw
-            else "",
-            number(rollout.reward),
-            "  ".join(f"{part.name} {number(part.value)}" for part in rollout.parts),
-            shorten(rollout.completion, longest),
-        )
-        for previous_draw, rollout in zip(draws, rollouts, strict=False)
-    ]
-    return Table("Completions", rows, ("asked", "reward", "parts", "completion"))

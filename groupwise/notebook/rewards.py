@@ -11,7 +11,6 @@ from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import check_function, name_of
 from groupwise.core.reward_call.tags import Tag, Tags, after_reasoning, marks
 from groupwise.core.reward_call.text import CompletionText, completion_text
-from groupwise.core.types import Prompt
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import ACCURACY
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
@@ -174,7 +173,13 @@ def _on_texts(given: Any) -> Any:
 
     def reward(**columns: Any) -> Any:
         for name in {"prompts", "completions"} & columns.keys():
-            columns[name] = [_last_text(content) for content in columns[name]]
+            # A text stays as it is; a chat becomes the text of its last message.
+            columns[name] = [
+                content
+                if isinstance(content, str)
+                else completion_text([{**content[-1], "role": "assistant"}])
+                for content in columns[name]
+            ]
         try:
             return function(**columns)
         except TypeError as error:
@@ -183,15 +188,6 @@ def _on_texts(given: Any) -> Any:
             raise
 
     return update_reward_wrapper(function, reward, name_of(function))
-
-
-def _last_text(content: Prompt | CompletionText) -> str:
-    """Text unchanged; for a chat, its last message."""
-    return (
-        content
-        if isinstance(content, str)
-        else completion_text([{**content[-1], "role": "assistant"}])
-    )
 
 
 def _plain_tag(tag: Tag) -> str | list[str]:

@@ -42,7 +42,7 @@ class FileEntry:
     """A file as it was when the checkpoint was written."""
 
     size: int
-    """In bytes."""
+    """Bytes."""
     sha256: str
     """Hexadecimal."""
 

@@ -82,7 +82,26 @@ class Database:
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
             if version(connection) < FORMAT.newest:
-                _create_compatibility_views(connection)
+                # The tables of an older format stay as they are, behind temporary views that add the
+                # missing columns. So a page of a large old record costs only the rows that it reads,
+                # and rows that a writer of the older format adds are visible.
+                file_version = version(connection)
+                missing: dict[str, dict[str, str]] = {}
+                for since, table, columns in SINCE:
+                    if file_version < since:
+                        missing.setdefault(table, {}).update(columns)
+                connection.execute("PRAGMA temp_store = MEMORY")
+                for table, columns in missing.items():
+                    added_columns = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
+                    connection.execute(
+                        f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added_columns} FROM main.{table}"
+                    )
+                for since, table, names in TABLES_SINCE:
+                    if file_version < since:
+                        null_columns = ", ".join(f"NULL AS {name}" for name in names)
+                        connection.execute(
+                            f"CREATE TEMP VIEW {table} AS SELECT {null_columns} WHERE FALSE"
+                        )
             return cls(path, connection)
 
     def close(self) -> None:
@@ -184,28 +203,6 @@ class Database:
         with self._lock, explaining_sqlite(self.path):
             text_index.prepare(self._connection, force=True)
             self.indexed = text_index.is_usable(self._connection)
-
-
-def _create_compatibility_views(connection: sqlite3.Connection) -> None:
-    """Hide the unchanged tables of an older format behind temporary views of this connection, which add the missing columns.
-
-    A page of a large old record then costs only the rows that it reads, and rows that a writer of the older format adds are visible.
-    """
-    file_version = version(connection)
-    missing: dict[str, dict[str, str]] = {}
-    for since, table, columns in SINCE:
-        if file_version < since:
-            missing.setdefault(table, {}).update(columns)
-    connection.execute("PRAGMA temp_store = MEMORY")
-    for table, columns in missing.items():
-        added_columns = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
-        connection.execute(
-            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added_columns} FROM main.{table}"
-        )
-    for since, table, names in TABLES_SINCE:
-        if file_version < since:
-            null_columns = ", ".join(f"NULL AS {name}" for name in names)
-            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {null_columns} WHERE FALSE")
 
 
 @contextmanager

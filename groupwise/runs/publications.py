@@ -51,7 +51,13 @@ def claim(run_folder: Path, size: int) -> Path:
             # Other users may write there, so it is not used: the sampler must load exactly what the learner published.
             user_folder = Path(tempfile.mkdtemp(prefix="groupwise-"))
         with _exclusive_access(user_folder):
-            _sweep(user_folder)
+            for path in user_folder.glob("*.lock"):
+                folder = path.with_suffix("")
+                descriptor = os.open(path, os.O_RDWR)
+                if _try_lock(descriptor):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    path.unlink()
+                os.close(descriptor)
             name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
             for number in count(1):
                 folder = user_folder / (name if number == 1 else f"{name}-{number}")
@@ -112,16 +118,6 @@ def _try_claim(folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     _claims[folder] = descriptor
     return True
-
-
-def _sweep(user_folder: Path) -> None:
-    for path in user_folder.glob("*.lock"):
-        folder = path.with_suffix("")
-        descriptor = os.open(path, os.O_RDWR)
-        if _try_lock(descriptor):
-            shutil.rmtree(folder, ignore_errors=True)
-            path.unlink()
-        os.close(descriptor)
 
 
 def _lock_of(folder: Path) -> Path:

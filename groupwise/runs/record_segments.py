@@ -242,7 +242,17 @@ def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltR
         )
     building = atomic_files.building_path(record)
     _build_record(building, [piece for _, piece in pieces])
-    damaged = _set_aside(record)
+    # A damaged record is set aside, with SQLite's `-wal` and `-shm` files.
+    names = (
+        record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
+    )
+    renamed_path = next(name for name in names if not name.exists())
+    with atomic_files.explaining_disk_errors(record):
+        for ending in ("-wal", "-shm", ""):
+            source = record.with_name(record.name + ending)
+            if source.exists():
+                source.rename(renamed_path.with_name(renamed_path.name + ending))
+    damaged = renamed_path if renamed_path.exists() else None
     atomic_files.publish_file(building, record)
     with Store.open(record) as store:
         recovered_steps = {step_record.step for step_record in store.steps()}
@@ -271,20 +281,6 @@ def _add_pieces(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         connection.execute("COMMIT")
         connection.execute("DETACH other")
     connection.executescript(FILL_TASKS)  # pieces of an older format have no tasks
-
-
-def _set_aside(record: Path) -> Path | None:
-    """Rename a damaged record, with SQLite's `-wal` and `-shm` files."""
-    names = (
-        record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
-    )
-    renamed_path = next(name for name in names if not name.exists())
-    with atomic_files.explaining_disk_errors(record):
-        for ending in ("-wal", "-shm", ""):
-            source = record.with_name(record.name + ending)
-            if source.exists():
-                source.rename(renamed_path.with_name(renamed_path.name + ending))
-    return renamed_path if renamed_path.exists() else None
 
 
 # --- rows ----------------------------------------------------------------------------------------

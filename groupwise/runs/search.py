@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
-from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
+from groupwise.runs.query import PROMPT, plan_of, rollout_query, text_query
 from groupwise.runs.records import (
     CompletedPrompt,
     FailureKind,
@@ -27,7 +27,7 @@ from groupwise.runs.tables import read_parts, task_label
 INSTRUCTIONS = 400_000
 """Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
-"""From this offset on, the quick attempts (`Database.query_within`) are skipped: they would take too long."""
+"""The quick attempts (`Database.query_within`) are skipped from this offset on: they would take too long."""
 COMMON = 20_000
 """A condition that this many rollouts meet is common: scanning in order finds enough matches quickly, so its matches are not collected."""
 FEW = 250_000
@@ -80,7 +80,23 @@ def find_rollouts(
     if not (is_deep or skip_quick_scan or plan.lead == "text"):
         is_frequent = False
         if filters.text is not None:
-            page, is_frequent = _search_first_matches(db, filters, plan)
+            # The first rollouts that meet all other conditions are searched for the text. This spares
+            # the index from collecting a million texts for a page of thirty, which takes a tenth of a
+            # second and more.
+            first_filters = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
+            rows = db.query_within(*rollout_query(first_filters, plan), INSTRUCTIONS)
+            if rows is None:
+                page, is_frequent = None, False
+            else:
+                ids = [id for (id,) in rows]
+                matching_ids = set(_query_ids(db, text_query(filters, plan, ids)))
+                matches = [id for id in ids if id in matching_ids]
+                end = filters.offset + filters.limit
+                is_complete = len(matches) >= end or len(ids) < first_filters.limit
+                page, is_frequent = (
+                    (matches[filters.offset : end] if is_complete else None),
+                    bool(matches),
+                )
         else:
             # Scan rollouts in order for a moment. This fills the page if each condition is common, unless few rollouts meet all of them.
             rows = db.query_within(*rollout_query(filters, plan), INSTRUCTIONS)
@@ -90,27 +106,6 @@ def find_rollouts(
     return _read_views(
         db, _query_ids(db, rollout_query(filters, plan)) if page is None else page, max_chars
     )
-
-
-def _search_first_matches(
-    db: Database, filters: RolloutFilter, plan: Plan
-) -> tuple[list[int] | None, bool]:
-    """Search the first rollouts that meet all other conditions for the text.
-
-    Returns the page (None if it is not complete yet), and whether any of the searched rollouts has the text.
-
-    This spares the index from collecting a million texts for a page of thirty, which takes a tenth of a second and more.
-    """
-    first_filters = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
-    rows = db.query_within(*rollout_query(first_filters, plan), INSTRUCTIONS)
-    if rows is None:
-        return None, False
-    ids = [id for (id,) in rows]
-    matching_ids = set(_query_ids(db, text_query(filters, plan, ids)))
-    matches = [id for id in ids if id in matching_ids]
-    end = filters.offset + filters.limit
-    is_complete = len(matches) >= end or len(ids) < first_filters.limit
-    return (matches[filters.offset : end] if is_complete else None), bool(matches)
 
 
 def _query_ids(db: Database, query: tuple[str, Row]) -> list[int]:

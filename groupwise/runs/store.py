@@ -205,10 +205,10 @@ class Store:
                 version_in,
                 version_out,
                 fingerprint,
-                _unpack_draws(draws),
+                tuple(unpack_json(draws)),
                 rate,
                 finished,
-                _unpack_draws(rejected),
+                tuple(unpack_json(rejected)),
             )
             for step, version_in, version_out, fingerprint, draws, rate, finished, rejected in rows
         ]
@@ -625,10 +625,6 @@ class Store:
             message=text(warning.message),
             numbers=pack_json(dict(warning.values)),
         )
-
-
-def _unpack_draws(stored: str) -> tuple[int, ...]:
-    return tuple(unpack_json(stored))
 
 
 def _unpack_metric(stored: float | None) -> float:

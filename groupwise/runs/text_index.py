@@ -23,7 +23,7 @@ INDEX_SOURCES = {
     "prompt_index": "draw, indexed(prompt) FROM prompts",
     "completion_index": "id, indexed(completion) FROM rollouts",
 }
-"""For each index, the SQL that selects its row ids and texts."""
+"""The SQL that selects the row ids and texts of each index."""
 INDEX_VERSION = "current, trigrams 1"
 """Version of the index, stored in the record's `meta` table if the index covers all rows and this version of the module built it.
 

@@ -31,6 +31,7 @@ from typing import Any, Protocol, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import printable
+from groupwise.core.reward_call.call import describe_value
 from groupwise.core.types import Message, Prompt, RewardPart
 
 Observation = str | list[Message] | None
@@ -96,7 +97,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         return
     needed = [
         p.name
-        for p in _parameters_of(reset)[1:]
+        for p in list(inspect.signature(reset).parameters.values())[1:]
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     missing = [name for name in needed if name not in columns and name not in GIVEN]
@@ -117,7 +118,7 @@ def check_methods(environment: object, where: str) -> None:
             continue
         if not callable(method):
             raise TaskError(
-                f"{where}: `{owner.__name__}.{name}` is {_short_repr(method)}, no method."
+                f"{where}: `{owner.__name__}.{name}` is {describe_value(method)}, no method."
             )
         static = isinstance(inspect.getattr_static(environment, name, None), staticmethod)
         unbound = inspect.isclass(environment) and inspect.isfunction(method) and not static
@@ -135,7 +136,7 @@ def check_methods(environment: object, where: str) -> None:
 
 def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `available` that the method names; all of them if it takes any keyword."""
-    parameters = _parameters_of(reset)
+    parameters = list(inspect.signature(reset).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(available)
     return {p.name: available[p.name] for p in parameters if p.name in available}
@@ -144,10 +145,10 @@ def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> 
 def as_step(result: object) -> Step:
     """The result of `step`, checked; raises ValueError that explains the expected type."""
     if not isinstance(result, Step):
-        raise ValueError(f"`step` returned {_short_repr(result)}; expected a groupwise Step")
+        raise ValueError(f"`step` returned {describe_value(result)}; expected a groupwise Step")
     if not isinstance(cast("object", result.metrics), Mapping):
         raise ValueError(
-            f"the metrics are {_short_repr(result.metrics)}; expected a dict of named numbers"
+            f"the metrics are {describe_value(result.metrics)}; expected a dict of named numbers"
         )
     return Step(
         observation=_checked_observation(result.observation),
@@ -163,7 +164,7 @@ def as_prompt(result: object) -> Prompt | None:
         return _checked_observation(result)
     except ValueError:
         raise ValueError(
-            f"`reset` returned {_short_repr(result)}; expected None, text, or a list of chat messages"
+            f"`reset` returned {describe_value(result)}; expected None, text, or a list of chat messages"
         ) from None
 
 
@@ -187,7 +188,9 @@ def _finite_number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward `{name}` is {_short_repr(value)}; expected a finite number")
+        raise ValueError(
+            f"the reward `{name}` is {describe_value(value)}; expected a finite number"
+        )
     return number
 
 
@@ -199,7 +202,7 @@ def _checked_observation(value: object) -> Observation:
     messages = cast("object", [value] if isinstance(value, Mapping) else value)
     if not isinstance(messages, list | tuple) or not all(map(_is_message, cast("Any", messages))):
         raise ValueError(
-            f"the observation is {_short_repr(cast('object', value))}; expected text or chat messages with `role` and `content`"
+            f"the observation is {describe_value(cast('object', value))}; expected text or chat messages with `role` and `content`"
         )
     return [
         {key: printable(text) if isinstance(text, str) else text for key, text in message.items()}
@@ -212,12 +215,3 @@ def _is_message(value: object) -> bool:
         return False
     message = cast("Mapping[Any, Any]", value)
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-
-
-def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
-
-
-def _short_repr(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -684,7 +684,13 @@ def load_config(
     if (off_policy or replays_completions or uses_servers) and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
-    _take_label_from_environment(tree)
+    # The default label goes from the environment into the config, so that a resume has the same one.
+    rewards = tree.values.get("rewards")
+    label = os.environ.get(DEFAULT_TASK_VARIABLE)
+    if label and isinstance(rewards, dict):
+        section = cast("dict[str, Any]", rewards)
+        if section.get("router") is not None and section.get("default_task") is None:
+            tree.values["rewards"] = {**section, "default_task": label}
 
     def check(tree: Tree) -> list[str]:
         problems = secrets_in(tree, "task", "callbacks", "rewards")
@@ -719,17 +725,6 @@ def unknown_callbacks(tree: Tree) -> list[str]:
         for name in names
         if name and (problem := unknown_callback(name))
     ]
-
-
-def _take_label_from_environment(tree: Tree) -> None:
-    """Store the default label from the environment in the config, so that a resume has the same one."""
-    rewards = tree.values.get("rewards")
-    label = os.environ.get(DEFAULT_TASK_VARIABLE)
-    if not label or not isinstance(rewards, dict):
-        return
-    section = cast("dict[str, Any]", rewards)
-    if section.get("router") is not None and section.get("default_task") is None:
-        tree.values["rewards"] = {**section, "default_task": label}
 
 
 def read_source_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:

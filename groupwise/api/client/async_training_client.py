@@ -271,7 +271,13 @@ class AsyncTrainingClient:
         while True:
             error: ClientError
             try:
-                return await self._download(version, target, unpack)
+                query = without_none(version=version)
+                response = await self.send("GET", "/model", query=query, stream=True)
+                async with aclosing(response):
+                    with Download(target, unpack=unpack) as download:
+                        async for chunk in response.aiter_bytes():
+                            download.write(chunk)
+                        return await asyncio.to_thread(download.finish)
             except BrokenDownload as broken:
                 error = broken
             except httpx2.RequestError as lost:
@@ -301,16 +307,6 @@ class AsyncTrainingClient:
             except httpx2.RequestError as request_error:
                 error, _ = network_failure(request_error, self.connection)
             await self._sleep(retry.next(error, error.retry_after or 0.0))
-
-    async def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
-        """One attempt of `model`."""
-        query = without_none(version=version)
-        response = await self.send("GET", "/model", query=query, stream=True)
-        async with aclosing(response):
-            with Download(to, unpack=unpack) as download:
-                async for chunk in response.aiter_bytes():
-                    download.write(chunk)
-                return await asyncio.to_thread(download.finish)
 
     async def _request(
         self,

@@ -289,7 +289,12 @@ class TrainingClient:
         while True:
             error: ClientError
             try:
-                return self._download(version, target, unpack)
+                query = without_none(version=version)
+                response = self.send("GET", "/model", query=query, stream=True)
+                with closing(response), Download(target, unpack=unpack) as download:
+                    for chunk in response.iter_bytes():
+                        download.write(chunk)
+                    return download.finish()
             except BrokenDownload as broken:
                 error = broken
             except httpx2.RequestError as lost:
@@ -318,15 +323,6 @@ class TrainingClient:
             except httpx2.RequestError as request_error:
                 error, _ = network_failure(request_error, self.connection)
             self._sleep(retry.next(error, error.retry_after or 0.0))
-
-    def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
-        """One attempt of `model`."""
-        query = without_none(version=version)
-        response = self.send("GET", "/model", query=query, stream=True)
-        with closing(response), Download(to, unpack=unpack) as download:
-            for chunk in response.iter_bytes():
-                download.write(chunk)
-            return download.finish()
 
     def _request(
         self,

@@ -73,7 +73,7 @@ class Bodies:
         `max_bytes`: the limit of this route, where it is below that of the server.
         """
         if self._is_shutting_down:
-            raise _shutting_down()
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         limit_of_body = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         length = headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20 and int(length) > limit_of_body:
@@ -82,12 +82,23 @@ class Bodies:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    body = await self._read_all(receive, limit_of_body)
+                    parts: list[bytes] = []
+                    size, more_body = 0, True
+                    while more_body:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise ClientGone
+                        parts.append(message.get("body", b""))
+                        size += len(parts[-1])
+                        if size > limit_of_body:
+                            raise self._too_large(limit_of_body)
+                        more_body = message.get("more_body", False)
+                    body = b"".join(parts)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
             if self._is_shutting_down:
-                raise _shutting_down() from None
+                raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY) from None
             raise Refusal(
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
             ) from None
@@ -112,22 +123,8 @@ class Bodies:
             raise _encoding_refusal("is gzip, but the body is cut off, or goes on after its end")
         return content
 
-    async def _read_all(self, receive: Receive, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size, more_body = 0, True
-        while more_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise self._too_large(limit)
-            more_body = message.get("more_body", False)
-        return b"".join(parts)
-
     def give_up(self) -> None:
-        """On shutdown: stop waiting for incomplete bodies."""
+        """Stop waiting for incomplete bodies."""
         self._is_shutting_down = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
@@ -182,7 +179,3 @@ def give_memory_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
     asyncio.get_running_loop().call_later(1.0, _body_thread.submit, trim)
-
-
-def _shutting_down() -> Refusal:
-    return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)

@@ -23,13 +23,13 @@ class Limits:
     """Limits on a server's requests."""
 
     max_body_bytes: int
-    """For one request."""
+    """The largest body of a request."""
     requests_per_second: float | None = None
     """Long-term rate limit for each key; None: no limit."""
     burst: int = 50
     """Requests that a key may make at once before the rate limit applies."""
     max_json_bytes: int | None = None
-    """For a request whose body is JSON; None: the same as for any other."""
+    """The largest body that is JSON; None: the same as for any other."""
 
 
 class TokenBuckets:

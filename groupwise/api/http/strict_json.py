@@ -15,7 +15,8 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,12 +57,20 @@ def parse(text: bytes, max_keys: int = MOST_KEYS) -> Any:
     _check_entries(text)
     _check_keys(text)
     check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
-    try:
+    with _explaining_json_errors():
         value = (
             _load_in_slices(text, max_keys)
             if text.count(b",") > SLICE
             else _load(text, max_keys=max_keys)
         )
+    refuse_lone_surrogates(text, value)
+    return value
+
+
+@contextmanager
+def _explaining_json_errors() -> Generator[None]:
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
     except NotStrict:
@@ -70,8 +79,6 @@ def parse(text: bytes, max_keys: int = MOST_KEYS) -> Any:
         raise NotStrict(error.msg, error.pos) from None
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
-    refuse_lone_surrogates(text, value)
-    return value
 
 
 def refuse_lone_surrogates(text: bytes, value: Any) -> None:
@@ -137,14 +144,8 @@ def parse_inner(text: str, *, finite_alone: bool = False) -> Any:
     numbers: dict[str, Any] = (
         {"parse_float": finite, "parse_constant": no_constant} if finite_alone else {}
     )
-    try:
+    with _explaining_json_errors():
         value = json.loads(text, **numbers)
-    except NotStrict:
-        raise
-    except json.JSONDecodeError as error:
-        raise NotStrict(error.msg, error.pos) from None
-    except ValueError:  # Python's limit of digits
-        raise NotStrict("a whole number has too many digits") from None
     refuse_lone_surrogates(encoded, value)
     return value
 
@@ -198,7 +199,7 @@ def _check_keys(text: bytes) -> None:
 
 
 def finite(text: str) -> float:
-    """For `parse_float` of `json.loads`: refuses a number beyond the range of a double."""
+    """The `parse_float` of `json.loads`: refuses a number beyond the range of a double."""
     value = float(text)
     if not math.isfinite(value):
         raise NotStrict("a number is beyond the range of a double")
@@ -206,7 +207,7 @@ def finite(text: str) -> float:
 
 
 def no_constant(name: str) -> Any:
-    """For `parse_constant`: refuses NaN and Infinity, which are not JSON."""
+    """The `parse_constant` of `json.loads`: refuses NaN and Infinity, which are not JSON."""
     raise NotStrict(f"{name} is no number of JSON")
 
 

@@ -62,4 +62,4 @@ def _validate_in_slices(given: Any, validate: ValidatorFunctionWrapHandler) -> A
 
 
 IN_SLICES = WrapValidator(_validate_in_slices)
-"""For a list without limits of its own: `Annotated[list[Item], IN_SLICES]`; limits of its length are added around it."""
+"""Annotates a list without limits of its own: `Annotated[list[Item], IN_SLICES]`; limits of its length are added around it."""

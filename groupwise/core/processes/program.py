@@ -25,7 +25,7 @@ from groupwise.core.terminal.text import clean
 POLL_SECONDS = 0.05
 """Seconds between two checks of a program that is waited for."""
 MESSAGE_LINES, MESSAGE_CHARS = 3, 300
-"""For messages: the number of last lines of a log, and the maximum number of characters of each."""
+"""A message shows so many last lines of a log, and of each at most so many characters."""
 FRAMES = "╭│╰─"
 """First characters of the lines of a framed traceback, which messages leave out."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -273,7 +273,13 @@ async def call(
         return _failed_result(count, f"reward `{name}` {problem}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
         return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}")
-    return _to_function_result(name, entries, logged)
+    values: list[float | None] = []
+    failures: list[str | None] = []
+    for entry in entries:
+        value, problem = _parse_entry(entry)
+        values.append(value)
+        failures.append(problem and printable(f"reward `{name}` {problem}"))
+    return FunctionResult(tuple(values), tuple(failures), logged)
 
 
 def is_async(function: RewardCallable) -> bool:
@@ -386,22 +392,12 @@ def _result_list(answer: Any, count: int) -> list[Any]:
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
         raise _InvalidResult(
-            f"returned {_describe_value(answer)}; expected a list of {count} numbers"
+            f"returned {describe_value(answer)}; expected a list of {count} numbers"
         )
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
         raise _InvalidResult(f"returned {count_values(len(entries))} for {count} completions")
     return entries
-
-
-def _to_function_result(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
-    values: list[float | None] = []
-    failures: list[str | None] = []
-    for entry in entries:
-        value, problem = _parse_entry(entry)
-        values.append(value)
-        failures.append(problem and printable(f"reward `{name}` {problem}"))
-    return FunctionResult(tuple(values), tuple(failures), logged)
 
 
 def _parse_entry(entry: Any) -> tuple[float | None, str | None]:
@@ -417,7 +413,7 @@ def _parse_entry(entry: Any) -> tuple[float | None, str | None]:
     if value is None:
         return (
             None,
-            f"returned {_describe_value(entry)} for this completion; expected a number or None",
+            f"returned {describe_value(entry)} for this completion; expected a number or None",
         )
     if math.isnan(value):  # as with TRL, which makes NaN of None
         return None, None
@@ -430,7 +426,8 @@ def _failed_result(count: int, reason: str) -> FunctionResult:
     return FunctionResult((None,) * count, (printable(reason),) * count)
 
 
-def _describe_value(value: object) -> str:
+def describe_value(value: object) -> str:
+    """The type of a value and the first characters of its repr, for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 

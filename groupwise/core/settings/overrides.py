@@ -31,7 +31,25 @@ def override(tree: Tree, assignments: Sequence[str]) -> Tree:
     for assignment in assignments:
         try:
             path, value = parse_override(assignment)
-            _set_value(result, path, value, assignment)
+            section = result.values
+            origin = _override_origin(path, assignment)
+            for depth, key in enumerate(path[:-1], start=1):
+                inner = section.get(key)
+                if inner is None:
+                    inner = section[key] = {}
+                    result.origins[path[:depth]] = origin
+                if not isinstance(inner, dict):
+                    dotted = ".".join(path[:depth])
+                    raise ConfigError(
+                        f"{origin}: {dotted} is {as_given(inner)}, which has no keys inside."
+                    )
+                section = cast("dict[str, Any]", inner)
+            section[path[-1]] = value
+            for overridden in [
+                path_set for path_set in result.origins if path_set[: len(path)] == path
+            ]:
+                del result.origins[overridden]
+            result.origins[path] = origin
         except ConfigError as error:
             result.problems.append(error.message)
             result.unread.add(tuple(assignment.partition("=")[0].split(".")))
@@ -93,24 +111,6 @@ def _override_origin(path: KeyPath, assignment: str) -> str:
     """The override's name in messages, without its value if that is, or contains, a credential."""
     secret = any(map(is_secret, path)) or names_secret(assignment.partition("=")[2])
     return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(assignment.split())}"
-
-
-def _set_value(tree: Tree, path: KeyPath, value: Any, assignment: str) -> None:
-    section = tree.values
-    origin = _override_origin(path, assignment)
-    for depth, key in enumerate(path[:-1], start=1):
-        inner = section.get(key)
-        if inner is None:
-            inner = section[key] = {}
-            tree.origins[path[:depth]] = origin
-        if not isinstance(inner, dict):
-            dotted = ".".join(path[:depth])
-            raise ConfigError(f"{origin}: {dotted} is {as_given(inner)}, which has no keys inside.")
-        section = cast("dict[str, Any]", inner)
-    section[path[-1]] = value
-    for overridden in [path_set for path_set in tree.origins if path_set[: len(path)] == path]:
-        del tree.origins[overridden]
-    tree.origins[path] = origin
 
 
 def lay_environment_over(

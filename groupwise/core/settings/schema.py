@@ -74,7 +74,7 @@ class Problems(ValueError):
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """For validators: raise `Problems` if there are any; None entries are ignored."""
+    """Raise `Problems` in a validator if there are any; None entries are ignored."""
     if messages := [problem for problem in problems if problem is not None]:
         raise Problems(messages)
 

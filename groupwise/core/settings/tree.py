@@ -91,13 +91,8 @@ def parse_yaml(text: str) -> Any:
         raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
     except (ValueError, KeyError, IndexError) as error:  # a value does not match its tag
         raise YAMLError(f"a value is not of the kind that it is said to be ({error})") from None
-    _check_size(content)
-    return content
-
-
-def _check_size(value: Any) -> None:
-    """Raise YAMLError if the value is too deep or too large to be a config; an alias counts as everything that it refers to."""
-    pending, count = [(value, 0)], 0
+    # An alias counts as everything that it refers to: a short text can stand for billions of values.
+    pending, count = [(content, 0)], 0
     while pending:
         part, depth = pending.pop()
         count += 1
@@ -111,6 +106,7 @@ def _check_size(value: Any) -> None:
             part = list(cast("Mapping[Any, Any]", part).values())
         if isinstance(part, list | tuple | Set):
             pending += [(item, depth + 1) for item in cast("Iterable[Any]", part)]
+    return content
 
 
 def read_yaml(path: Path, expected: str | None = None) -> Tree:

@@ -144,7 +144,21 @@ class _ProblemSearch:
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
                 self.unreported_count = len(details[MOST_PROBLEMS:])
-                self._record_problems(details[:MOST_PROBLEMS])
+                # Each wrong value is replaced by a valid one, so that the next round finds what it hid.
+                entries = details[:MOST_PROBLEMS]
+                deciding_keys = [self._deciding_keys(detail) for detail in entries]
+                replaced_before = frozenset(self._replaced)
+                for detail, keys in zip(entries, deciding_keys, strict=True):
+                    if not keys:
+                        location = locate(self.model, detail["loc"])
+                        if not any(_is_within(location.path, path) for path in replaced_before):
+                            self.reported.append(detail)
+                        self._replace(location, detail["type"])
+                for detail, keys in zip(entries, deciding_keys, strict=True):
+                    if keys:
+                        if not self.doubts(keys):
+                            self.reported.append(detail)
+                        self._replace(locate(self.model, detail["loc"]), detail["type"])
                 if self.unreported_count:
                     break
         return None
@@ -155,22 +169,6 @@ class _ProblemSearch:
         return any(
             _is_within(key, path) or _is_within(path, key) for key in keys for path in unknown_paths
         )
-
-    def _record_problems(self, details: Sequence[ErrorDetails]) -> None:
-        """Record the problems, and replace each wrong value with a valid one."""
-        deciding_keys = [self._deciding_keys(detail) for detail in details]
-        replaced_before = frozenset(self._replaced)
-        for detail, keys in zip(details, deciding_keys, strict=True):
-            if not keys:
-                location = locate(self.model, detail["loc"])
-                if not any(_is_within(location.path, path) for path in replaced_before):
-                    self.reported.append(detail)
-                self._replace(location, detail["type"])
-        for detail, keys in zip(details, deciding_keys, strict=True):
-            if keys:
-                if not self.doubts(keys):
-                    self.reported.append(detail)
-                self._replace(locate(self.model, detail["loc"]), detail["type"])
 
     def _deciding_keys(self, detail: ErrorDetails) -> list[KeyPath]:
         """The other keys that decide whether this is a problem at all; mostly none."""
@@ -210,7 +208,7 @@ class _ProblemSearch:
 
 
 MANY_FOREIGN = 3
-"""From this many keys of other frameworks on, a config is taken for one of theirs."""
+"""A config with this many keys of other frameworks is taken for one of theirs."""
 MOST_PROBLEMS = 50
 """The most problems reported for one config."""
 MOST_NAMES = 3

@@ -1,11 +1,12 @@
-"""The read-only mapping that user code receives as the config."""
+"""The read-only mapping that user code receives as the config, and the section of it that is a task's own."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
+from groupwise.core.settings.schema import Strict
 from groupwise.core.settings.tree import copy_plain
 
 
@@ -73,3 +74,12 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
 
     def __reduce__(self) -> tuple[type[View], tuple[dict[str, Any], str]]:
         return View, (self._values, self._path)
+
+
+class TaskSection(Strict):
+    """A task's own schema of the config's section `task`."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """The section of the config that a hook gets; keys that it lacks have their defaults. Raises ValidationError."""
+        return cls.model_validate(copy_plain(config.get("task") or {}))

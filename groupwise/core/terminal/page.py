@@ -81,33 +81,27 @@ class Page:
             picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
             for title, series in self._plots()
         ]
-        parts = [
-            self._title_html(),
-            *(f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes),
-            self._facts_html(),
-            f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(pictures)}</div>',
-            self._completions_html(),
-        ]
-        return f'<div style="font: {FONT}">{"".join(parts)}</div>'
-
-    def _title_html(self) -> str:
-        board = self._board
-        share = 100 * board.done / board.total if board.total else 100
-        name, value = board.headline()
-        phase = f" · {as_html(board.phase_text())}" if board.phase_text() else ""
-        return (
-            f"<div><b>{as_html(board.title)}</b> · step {board.done}/{board.total} · {as_html(board.times())}{phase}</div>"
-            '<div style="background: #8884; height: 6px; border-radius: 3px; margin: .4em 0; max-width: 900px">'
-            f'<div style="background: #0969da; height: 6px; border-radius: 3px; width: {share:.1f}%"></div></div>'
-            + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
-        )
-
-    def _facts_html(self) -> str:
         facts = " ".join(
             f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
             for name, value in self._board.facts()
         )
-        return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
+        board = self._board
+        share = 100 * board.done / board.total if board.total else 100
+        name, value = board.headline()
+        phase = f" · {as_html(board.phase_text())}" if board.phase_text() else ""
+        parts = [
+            (
+                f"<div><b>{as_html(board.title)}</b> · step {board.done}/{board.total} · {as_html(board.times())}{phase}</div>"
+                '<div style="background: #8884; height: 6px; border-radius: 3px; margin: .4em 0; max-width: 900px">'
+                f'<div style="background: #0969da; height: 6px; border-radius: 3px; width: {share:.1f}%"></div></div>'
+                + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
+            ),
+            *(f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes),
+            f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>',
+            f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(pictures)}</div>',
+            self._completions_html(),
+        ]
+        return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
         plots: list[tuple[str, list[Series]]] = []

@@ -402,7 +402,7 @@ def _line_curves(curves: Sequence[Series]) -> list[Series]:
 
 
 _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
-"""In pixels: width of a letter, width of a letter of the title, width of a colour sample with its gaps, height of a legend row."""
+"""Pixels: width of a letter, width of a letter of the title, width of a colour sample with its gaps, height of a legend row."""
 
 
 def _legend(curves: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:

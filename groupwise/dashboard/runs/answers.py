@@ -154,7 +154,7 @@ def _asked_filter(side: Side, query: AnswersQuery) -> PromptFilter:
 def match_groups(
     a: Sequence[CompletedPrompt], b: Sequence[CompletedPrompt]
 ) -> list[tuple[CompletedPrompt, CompletedPrompt]]:
-    """For each prompt that both have, its first group on each side, in the order of A.
+    """The first group on each side for each prompt that both have, in the order of A.
 
     Groups are matched by example number and text; the rest, from different or shifted data, by text only.
     """

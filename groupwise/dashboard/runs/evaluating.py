@@ -75,11 +75,32 @@ def evaluations(visit: Visit) -> Page:
     with Store.open(path / RECORD, readonly=True) as store:
         results = evaluations_of(path, store, intervals=WITH_INTERVALS)
     names = _order_metrics(name for evaluation in results for name in evaluation.metrics)
+    # pass@k over k, with its interval if known, for the newest evaluations that have several k.
+    curves: list[dict[str, Any]] = []
+    for evaluation in results:
+        metrics_by_k = pass_at_k_names(evaluation.metrics)
+        if len(metrics_by_k) < 2:
+            continue
+        label = (
+            evaluation.name if evaluation.file is None else f"{evaluation.name} ({evaluation.file})"
+        )
+        if evaluation.step is not None:
+            label += f" after {evaluation.step} steps"
+        bounds = [evaluation.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
+        curves.append(
+            {
+                "label": line(label),
+                "k": list(metrics_by_k),
+                "y": [evaluation.metrics[name] for name in metrics_by_k.values()],
+                "low": [low for low, _ in bounds],
+                "high": [high for _, high in bounds],
+            }
+        )
     data = {
         **run_header(visit, path),
         "evaluations": [asdict(evaluation) for evaluation in results],
         "names": names,
-        "pass_at": pass_curves(results),
+        "pass_at": without_nan(curves[-MOST_CURVES:]),
     }
     return Page("evaluations.html", data, live=live_url(path.name))
 
@@ -150,31 +171,6 @@ def _order_metrics(names: Iterable[str]) -> list[str]:
         return rank, -counts[name], name
 
     return sorted(counts, key=place)
-
-
-def pass_curves(evaluations: Sequence[EvaluationResult]) -> list[dict[str, Any]]:
-    """pass@k over k for the newest evaluations that have it for several k, with its interval if known."""
-    curves: list[dict[str, Any]] = []
-    for evaluation in evaluations:
-        metrics_by_k = pass_at_k_names(evaluation.metrics)
-        if len(metrics_by_k) < 2:
-            continue
-        label = (
-            evaluation.name if evaluation.file is None else f"{evaluation.name} ({evaluation.file})"
-        )
-        if evaluation.step is not None:
-            label += f" after {evaluation.step} steps"
-        bounds = [evaluation.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
-        curves.append(
-            {
-                "label": line(label),
-                "k": list(metrics_by_k),
-                "y": [evaluation.metrics[name] for name in metrics_by_k.values()],
-                "low": [low for low, _ in bounds],
-                "high": [high for _, high in bounds],
-            }
-        )
-    return without_nan(curves[-MOST_CURVES:])
 
 
 class EvaluationQuery(Query):

@@ -126,7 +126,7 @@ def rollouts(visit: Visit) -> Page:
 def group(visit: Visit) -> Page:
     """The members of a draw side by side."""
     path = visit.context.run(visit.path_part("run"))
-    draw = _path_number(visit, "draw")
+    draw = _parse_number(visit.path_part("draw"), "draw")
     with Store.open(path / RECORD, readonly=True) as store:
         members = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
         origin_and_columns = store.origin_of(draw)
@@ -157,7 +157,7 @@ class Paged(Query):
 def example(visit: Visit) -> Page:
     """The groups of an example, the newest first: how its answers changed."""
     path = visit.context.run(visit.path_part("run"))
-    index, page = _path_number(visit, "example"), visit.query(Paged).page
+    index, page = _parse_number(visit.path_part("example"), "example"), visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
         steps, groups = store.steps_of(index)
         draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
@@ -267,10 +267,6 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
     number = _parse_number(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
-
-
-def _path_number(visit: Visit, name: str) -> int:
-    return _parse_number(visit.path_part(name), name)
 
 
 def _parse_number(text: str, name: str) -> int:

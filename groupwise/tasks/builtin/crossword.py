@@ -25,8 +25,8 @@ from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.tags import THINK
 from groupwise.core.reward_call.text import CompletionText, completion_text
-from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copy_plain
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -47,7 +47,7 @@ _AT_THE_END = re.compile(r"\(((?:[\s,'’-]*[0-9]{1,2})(?:[\s,'’-]+[0-9]{1,2})
 """An enumeration in brackets after a clue. Numbers have at most two digits, so `(1984)` does not match."""
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     source: str | None = setting(
@@ -84,12 +84,12 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `clue`, `answer` and `enumeration`."""
-    return _rows_of_split(_task_config(config), "train")
+    return _rows_of_split(TaskConfig.of(config), "train")
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The held-out rows. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _rows_of_split(_task_config(config), "eval")
+    return _rows_of_split(TaskConfig.of(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
@@ -99,7 +99,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, with completions in the same form."""
-    return _with_completions(_rows_of_split(_task_config(config), "validation"))
+    return _with_completions(_rows_of_split(TaskConfig.of(config), "validation"))
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -107,7 +107,7 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, 
 
     If the prompt lists answers to choose from, merely mentioning the right one earns nothing.
     """
-    unpaid = {} if _task_config(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
+    unpaid = {} if TaskConfig.of(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
     return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
 
 
@@ -141,10 +141,6 @@ def compute_metrics(
 
 
 # --- splits --------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
@@ -186,7 +182,17 @@ def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
             split_rows.extend(fresh)
         if len(split_rows) < (size or 1):
-            raise TaskError(_too_few_message(task_config, len(rows)))
+            count = len(rows)
+            training_part = (
+                "what is left"
+                if task_config.train_size is None
+                else f"train_size {task_config.train_size}"
+            )
+            raise TaskError(
+                f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
+                f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
+                "answer go together. Make the splits smaller, or name a larger source."
+            )
         if split == split_name:
             return Rows(_with_choices(split_rows[:size], task_config), Account(dict(+left_out)))
         used_clues.update(_normalise_case(row["clue"]) for row in split_rows[:size])
@@ -218,17 +224,6 @@ def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[d
             {**row, "prompt": [system, {**question, "content": content}], "choices": choices}
         )
     return rows_with_choices
-
-
-def _too_few_message(task_config: TaskConfig, count: int) -> str:
-    training_part = (
-        "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
-    )
-    return (
-        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
-        f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
-        "answer go together. Make the splits smaller, or name a larger source."
-    )
 
 
 def _normalise_case(text: str) -> str:

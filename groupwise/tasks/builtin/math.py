@@ -38,8 +38,8 @@ from pydantic import BaseModel, model_validator
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.tags import THINK
 from groupwise.core.reward_call.text import CompletionText
-from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.view import View
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -70,7 +70,7 @@ and an answer the solution.
 """
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     min_level: int = setting(1, "Lowest level of generated problems.", ge=1, le=LEVELS)
@@ -131,12 +131,12 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `answer` and `gold_completion`, and for generated ones `level`."""
-    return _make_splits(_task_config(config)).train
+    return _make_splits(TaskConfig.of(config)).train
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _make_splits(_task_config(config)).test
+    return _make_splits(TaskConfig.of(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
@@ -146,12 +146,12 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with worked solutions."""
-    return _with_completions(_make_splits(_task_config(config)).validation)
+    return _with_completions(_make_splits(TaskConfig.of(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """Correctness and the layout, with their weights."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
     return [(_accuracy_reward(task_config), 1.0), (layout, task_config.format_weight)]
 
@@ -178,11 +178,6 @@ def compute_metrics(
         },
         "correct": right,
     }
-
-
-def _task_config(config: Any) -> TaskConfig:
-    section: Mapping[str, Any] = config.get("task") or {}
-    return TaskConfig.model_validate(View(section).to_dict())
 
 
 def _accuracy_reward(task_config: TaskConfig) -> MathAnswer | PureAccuracyMath:
@@ -281,17 +276,7 @@ def _with_completions(rows: Rows) -> Rows:
 def _problems_of_split(
     task_config: TaskConfig, source: str, split: str
 ) -> tuple[list[Problem], Counter[str]]:
-    return problems_of(
-        read_source(source, task_config.source_config, split, task_config.columns or None),
-        task_config,
-        source,
-    )
-
-
-def problems_of(
-    rows: Sequence[Mapping[str, Any]], task_config: TaskConfig, source: str
-) -> tuple[list[Problem], Counter[str]]:
-    """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
+    rows = read_source(source, task_config.source_config, split, task_config.columns or None)
     question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
     return keep_usable(
         rows,

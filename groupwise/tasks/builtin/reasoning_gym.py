@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -38,7 +37,7 @@ from groupwise.core.plugins import explain
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copy_plain
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.builtin.reasoning_gym_answers import (
     JUDGED_HERE,
     SIMPLIFIED,
@@ -66,7 +65,7 @@ class Dataset(Strict):
     )
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     datasets: list[Dataset] = setting(
@@ -91,12 +90,12 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
-    return _rows_of_split(_task_config(config), "train")
+    return _rows_of_split(TaskConfig.of(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows. They do not depend on the number of validation or training rows."""
-    return _rows_of_split(_task_config(config), "test")
+    return _rows_of_split(TaskConfig.of(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -106,7 +105,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, with completions in the same form."""
-    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(TaskConfig.of(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
@@ -174,19 +173,15 @@ def grade_answer(answer: str, spec: Mapping[str, Any], entry: str) -> float:
             return 0.0
         value = float(grade(answer, read))
     except Exception:  # noqa: BLE001 — graders fail on answers in many ways
-        _check_entry(grade, entry)
+        read = entry_of_text(entry)  # again: a grader that failed may have changed the first one
+        try:
+            grade(read["answer"], read)
+        except Exception as error:  # a grader may raise anything
+            raise ValueError(
+                f"the grader cannot grade this entry, not even with its own answer: {explain(error).strip()}"
+            ) from error
         return 0.0
     return value if math.isfinite(value) else 0.0
-
-
-def _check_entry(grade: Callable[..., Any], entry: str) -> None:
-    read = entry_of_text(entry)  # parsed again: a grader that failed may have changed the first one
-    try:
-        grade(read["answer"], read)
-    except Exception as error:  # a grader may raise anything
-        raise ValueError(
-            f"the grader cannot grade this entry, not even with its own answer: {explain(error).strip()}"
-        ) from error
 
 
 @lru_cache(maxsize=256)
@@ -195,10 +190,6 @@ def _grader(spec: str) -> Callable[..., Any]:
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
 def _rows_of_split(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
@@ -254,7 +245,12 @@ def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """The splits for a request; those that took longer than KEPT_ABOVE to make are cached."""
-    cached = cache_file(request)
+    try:
+        version = importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    digest = hashlib.sha256(f"{version}\n{request}".encode()).hexdigest()
+    cached = cache_folder("reasoning_gym") / f"{digest}.json"
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
     started = time.monotonic()
@@ -263,16 +259,6 @@ def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_json(cached, splits)
     return splits
-
-
-def cache_file(request: str) -> Path:
-    """File that caches the answer to a request."""
-    try:
-        version = importlib.metadata.version("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    digest = hashlib.sha256(f"{version}\n{request}".encode()).hexdigest()
-    return cache_folder("reasoning_gym") / f"{digest}.json"
 
 
 def _run_generator(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:

@@ -167,7 +167,15 @@ def _new_rows(
                 failure = entry
             elif entry["question"] not in seen:
                 seen.add(entry["question"])
-                rows.append(_entry_row(spec, source, entry))
+                gold = entry.pop("gold")
+                rows.append(
+                    {
+                        "source": source,
+                        "question": entry["question"],
+                        "answer": gold,
+                        "entry": entry_as_text(entry),
+                    }
+                )
                 if len(rows) == count:
                     break
         if len(rows) == previous_count:
@@ -215,16 +223,6 @@ def _entries_of_block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Excep
             yield {**entry, "gold": gold}
         except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
             yield error
-
-
-def _entry_row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
-    gold = entry.pop("gold")
-    return {
-        "source": source,
-        "question": entry["question"],
-        "answer": gold,
-        "entry": entry_as_text(entry),
-    }
 
 
 def _without_numpy(value: Any) -> Any:

@@ -30,8 +30,8 @@ from pydantic import BaseModel
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.text import CompletionText, completion_text
-from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.tree import copy_plain
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
@@ -61,7 +61,7 @@ WARNING = (
 )
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     source: str | None = setting(
@@ -107,7 +107,7 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `question`, `rubric`, `reference` and, if the source has it, `score`."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     if task_config.rubric_in_prompt:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
     return _make_splits(task_config).train
@@ -115,17 +115,17 @@ def get_rl_dataset(config: Any) -> Rows:
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _make_splits(_task_config(config)).test
+    return _make_splits(TaskConfig.of(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return _with_completions(_make_splits(_task_config(config)).train)
+    return _with_completions(_make_splits(TaskConfig.of(config)).train)
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with the reference as completion."""
-    return _with_completions(_make_splits(_task_config(config)).validation)
+    return _with_completions(_make_splits(TaskConfig.of(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -185,10 +185,6 @@ def _parse_rubric(text: str) -> list[Any] | None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _task_config(config: Any) -> TaskConfig:
-    return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
-
-
 def _make_splits(task_config: TaskConfig) -> Splits:
     """Splits the source. Test and validation come first, so they do not depend on the number of training rows."""
     source_rows = read_source(
@@ -221,21 +217,7 @@ def rows_of(
     source_rows: Sequence[Mapping[str, Any]], task_config: TaskConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
-    names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
-    return keep_usable(
-        source_rows,
-        lambda row: row_of(
-            task_config, {column: row.get(source_column) for column, source_column in names.items()}
-        ),
-        lambda row: question_key(row["question"]),
-        source=_source_name(task_config),
-        strict=task_config.strict,
-        remedy="task.columns says which of them are question, rubric and reference.",
-    )
-
-
-def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, str]:
-    """The source's name for each of our columns."""
+    available = dict.fromkeys(name for row in source_rows for name in row)
     for column, source_column in task_config.columns.items():
         if column not in COLUMNS:
             raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
@@ -253,11 +235,21 @@ def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> di
                 f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. "
                 f"{_columns_text(available)} Name it: task.columns.{column}=NAME"
             )
-    return {
+    names = {
         column: source_column
         for column, source_column in names.items()
         if source_column is not None
     }
+    return keep_usable(
+        source_rows,
+        lambda row: row_of(
+            task_config, {column: row.get(source_column) for column, source_column in names.items()}
+        ),
+        lambda row: question_key(row["question"]),
+        source=_source_name(task_config),
+        strict=task_config.strict,
+        remedy="task.columns says which of them are question, rubric and reference.",
+    )
 
 
 def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from pydantic import BaseModel, model_validator
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import RewardCallable
 from groupwise.core.reward_call.text import CompletionText
-from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.order import Stream
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
 from groupwise.tasks.rewards.rush_hour import (
@@ -59,14 +60,14 @@ INSTRUCTION = (
     "right edge in as few moves as possible. A move is car, direction and number of cells. Answer with nothing but the moves "
     "between answer tags, for example <answer>A>1,Dv2,B<1</answer>."
 )
-"""In the example the last car is not A, so it solves no board."""
+"""The last car of the example is not A, so it solves no board."""
 
 State = int
 """Position of every car on its line, three bits each; car A has the lowest bits."""
 Graph = dict[State, list[State]]
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     size: int = setting(5, "Rows and columns of a board.", ge=4, le=8)
@@ -110,7 +111,7 @@ class Layout:
     cars: tuple[Car, ...]
     walls: int
     masks: tuple[tuple[int, ...], ...]
-    """For each car, the mask of its cells at each position on its line."""
+    """The mask of each car's cells at each position on its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,12 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution with that many moves)."""
-    return _rows_of_split(_task_config(config), "train")
+    return _rows_of_split(TaskConfig.of(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _rows_of_split(_task_config(config), "eval")
+    return _rows_of_split(TaskConfig.of(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -147,12 +148,12 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with a best solution as completion."""
-    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(TaskConfig.of(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
     """The reward that the config selects; the other one has weight 0 and is only recorded."""
-    trained = _task_config(config).reward
+    trained = TaskConfig.of(config).reward
     functions = [
         {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
         for kind in ("shaped", "exact")
@@ -192,11 +193,6 @@ def compute_metrics(
 
 
 # --- examples ------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    section: Mapping[str, Any] = config.get("task") or {}
-    return TaskConfig.model_validate(dict(section))
 
 
 def _rows_of_split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:

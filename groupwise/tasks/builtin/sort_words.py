@@ -16,7 +16,7 @@ No set of words occurs twice, neither in the training rows, nor in validation or
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from math import comb
 from statistics import fmean
@@ -26,7 +26,8 @@ from pydantic import BaseModel, model_validator
 
 from groupwise.core.reward_call.tags import after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
-from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.schema import setting
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.data.order import Stream
 
 Preset = Literal["quickstart", "classic"]
@@ -55,7 +56,7 @@ _INSTRUCTION = {
 _SEPARATOR = {"quickstart": ", ", "classic": "\n"}
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     preset: Preset = setting("quickstart", "How answers are written and rewarded.")
@@ -100,13 +101,13 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples, with the columns `words` (as asked) and `answer` (a right completion)."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     return _eval_and_train_rows(task_config)[task_config.eval_size :]
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on `train_size`."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     return _eval_and_train_rows(task_config)[: task_config.eval_size]
 
 
@@ -119,7 +120,7 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with their sorted words. They use a random stream of their own and exclude the examples of the other
     splits.
     """
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     used_sets = {frozenset(row["words"]) for row in _eval_and_train_rows(task_config)}
     stream = Stream("sort_words", task_config.seed, "validation")
     return [
@@ -130,7 +131,7 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
     """The parts of the preset with their weights."""
-    return list(PARTS[_task_config(config).preset])
+    return list(PARTS[TaskConfig.of(config).preset])
 
 
 def compute_metrics(
@@ -141,7 +142,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of answers that are exactly right, share of true permutations, mean reward."""
-    preset = _task_config(config).preset
+    preset = TaskConfig.of(config).preset
     given_words = [row["words"] for row in dataset_rows]
     answers = [_answer_words(completion, preset) for completion in completions]
     pairs = list(zip(answers, given_words, strict=True))
@@ -196,7 +197,13 @@ def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
 def begins_line(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that a line starts with."""
     pairs = zip(completions, words, strict=True)
-    return [_share_true(word in _line_starts(completion) for word in w) for completion, w in pairs]
+    return [
+        _share_true(
+            word in set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
+            for word in w
+        )
+        for completion, w in pairs
+    ]
 
 
 def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
@@ -233,11 +240,6 @@ PARTS: dict[Preset, tuple[tuple[RewardFunction, float], ...]] = {
 """The reward functions of each preset with their weights."""
 
 
-def _task_config(config: Any) -> TaskConfig:
-    section: Mapping[str, Any] = config.get("task") or {}
-    return TaskConfig.model_validate(dict(section))
-
-
 def _eval_and_train_rows(task_config: TaskConfig) -> list[dict[str, Any]]:
     """Held-out examples first, then those for training."""
     stream = Stream("sort_words", task_config.seed)
@@ -253,23 +255,21 @@ def _draw_rows(
         words = stream.sample(WORDS, task_config.counts[stream.below(len(task_config.counts))])
         if frozenset(words) not in seen:
             seen.add(frozenset(words))
-            rows.append(_words_row(words, task_config.preset))
+            rows.append(
+                {
+                    "prompt": [
+                        {"role": "system", "content": _INSTRUCTION[task_config.preset]},
+                        {"role": "user", "content": "Sort alphabetically: " + ", ".join(words)},
+                    ],
+                    "words": words,
+                    "answer": _SEPARATOR[task_config.preset].join(sorted(words)),
+                }
+            )
     return rows
 
 
 def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["answer"]}
-
-
-def _words_row(words: list[str], preset: Preset) -> dict[str, Any]:
-    return {
-        "prompt": [
-            {"role": "system", "content": _INSTRUCTION[preset]},
-            {"role": "user", "content": "Sort alphabetically: " + ", ".join(words)},
-        ],
-        "words": words,
-        "answer": _SEPARATOR[preset].join(sorted(words)),
-    }
 
 
 def _after_thinking(completion: CompletionText) -> str:
@@ -283,10 +283,6 @@ def _answer_words(completion: CompletionText, preset: Preset) -> list[str]:
     if preset == "quickstart":
         text = text.strip().partition("\n")[0].lower()
     return re.findall(r"[a-zA-Z]+", text)
-
-
-def _line_starts(completion: CompletionText) -> set[str]:
-    return set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
 
 
 def _first_index(word: str, text: str) -> int:

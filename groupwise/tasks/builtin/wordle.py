@@ -30,7 +30,7 @@ from pydantic import BaseModel, model_validator
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.view import View
+from groupwise.core.settings.view import TaskSection
 from groupwise.tasks.builtin.wordle_rules import (
     GUESSES,
     Knowledge,
@@ -65,7 +65,7 @@ class Weights(Strict):
     over_length: float = setting(-0.5, "The completion is longer than overlong_length.")
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
@@ -107,13 +107,13 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `guesses`, `feedback`, `secret` and `gold_completion`."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     return _turn_rows(task_config, "train", task_config.train_size)
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     return _turn_rows(task_config, "test", task_config.eval_size)
 
 
@@ -124,7 +124,7 @@ def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows with a solver's completion."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     return [
         _with_completion(row)
         for row in _turn_rows(task_config, "validation", task_config.validation_size)
@@ -133,7 +133,7 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
     parts = [(Part(name, of, real), weights[name]) for name, of in PARTS.items()]
@@ -151,7 +151,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of completions with a guess, with a real word, with one that all marks allow, and with the secret itself."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     verdicts = [
         judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
@@ -276,11 +276,6 @@ def _overlong_length(task_config: TaskConfig, config: Any) -> int | None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _task_config(config: Any) -> TaskConfig:
-    section: Mapping[str, Any] = config.get("task") or {}
-    return TaskConfig.model_validate(View(section).to_dict())
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A secret, the guesses and marks so far, and a word that all marks allow."""
@@ -347,7 +342,20 @@ def _draw_turns(
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        turn = _draw_turn(words, stream, least, most, choices)
+        secret = words[stream.below(len(words))]
+        turns = least + stream.below(most - least + 1)
+        guesses: list[str] = []
+        marks: list[str] = []
+        while len(guesses) < turns:
+            guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
+            marks.append(marks_of(guesses[-1], secret))
+        knowledge = Knowledge.of(guesses, marks)
+        fresh = [word for word in words if word not in guesses]
+        shown_words = stream.among(secret, fresh, choices) if choices else []
+        gold = next(
+            word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
+        )
+        turn = Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
         key = (turn.guesses, turn.marks)
         vain = vain + 1 if key in rows else 0
         rows.setdefault(key, turn)
@@ -357,25 +365,6 @@ def _draw_turns(
                 "are asked for. Ask for fewer, or raise task.max_history."
             )
     return tuple(rows.values())
-
-
-def _draw_turn(
-    words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None
-) -> Turn:
-    secret = words[stream.below(len(words))]
-    turns = least + stream.below(most - least + 1)
-    guesses: list[str] = []
-    marks: list[str] = []
-    while len(guesses) < turns:
-        guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
-        marks.append(marks_of(guesses[-1], secret))
-    knowledge = Knowledge.of(guesses, marks)
-    fresh = [word for word in words if word not in guesses]
-    shown_words = stream.among(secret, fresh, choices) if choices else []
-    gold = next(
-        word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
-    )
-    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
 
 
 def _earlier_guess(

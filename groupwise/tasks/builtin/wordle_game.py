@@ -16,7 +16,7 @@ Everybody is asked the same, so that rows differ in their secret alone. No secre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Strict, setting
-from groupwise.core.settings.view import View
+from groupwise.core.settings.view import TaskSection
 from groupwise.core.types import Message
 from groupwise.tasks.builtin.wordle import PARTS, Verdict, judge_guess
 from groupwise.tasks.builtin.wordle_rules import (
@@ -57,7 +57,7 @@ class Weights(Strict):
     all_satisfied: float = setting(0.2, "Share of the turns whose guess all marks before it allow.")
 
 
-class TaskConfig(Strict):
+class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
@@ -87,34 +87,34 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """A row for each secret, with the columns `secret` and `gold_completion` (the winning guess)."""
-    return _game_rows(_task_config(config), "train")
+    return _game_rows(TaskConfig.of(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The same for the secrets of the test split."""
-    return _game_rows(_task_config(config), "test")
+    return _game_rows(TaskConfig.of(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with games that a solver won."""
-    return _rows_with_games(_task_config(config), "train")
+    return _rows_with_games(TaskConfig.of(config), "train")
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Such games for the secrets of the validation split."""
-    return _rows_with_games(_task_config(config), "validation")
+    return _rows_with_games(TaskConfig.of(config), "validation")
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
     """A factory of games."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     return partial(Game, real, task_config.guesses)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     weights = task_config.weights.model_dump()
     measures: dict[str, Callable[[GameResult], float]] = {"won": lambda game: float(game.won)}
@@ -132,7 +132,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of the games won, guesses needed (a lost game counts as the limit + 1), and shares of all turns."""
-    task_config = _task_config(config)
+    task_config = TaskConfig.of(config)
     real = words_of(task_config.secrets, task_config.dictionary).dictionary
     games = [
         play_messages(completion, row["secret"], real, task_config.guesses)
@@ -266,11 +266,6 @@ def _average_over_turns(of: Callable[[Verdict], float]) -> Callable[[GameResult]
 
 
 # --- rows ----------------------------------------------------------------------------------------
-
-
-def _task_config(config: Any) -> TaskConfig:
-    section: Mapping[str, Any] = config.get("task") or {}
-    return TaskConfig.model_validate(View(section).to_dict())
 
 
 def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:

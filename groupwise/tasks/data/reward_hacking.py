@@ -99,7 +99,16 @@ class Signals:
             if text := missing_accuracy_note(self.config, parts):
                 logger.info("%s", text)
         if self._reward_is_ready and not was_ready:
-            self._warn_of_unknown_part()
+            # Warn once if a configured part name never occurs, because it may be misspelt.
+            accuracy_part = self.config.accuracy_part
+            parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
+            if accuracy_part is not None and accuracy_part not in parts:
+                logger.warning(
+                    "signals.accuracy_part is %s, but no reward part of the first %d steps is called so. There are: %s",
+                    accuracy_part,
+                    self.config.start_steps,
+                    ", ".join(parts) or "none",
+                )
         warnings = self._warning_changes(step + 1)
         return StepSignals(self._make_metrics(statistics), warnings)
 
@@ -130,18 +139,6 @@ class Signals:
     def _reward_is_ready(self) -> bool:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
-
-    def _warn_of_unknown_part(self) -> None:
-        """Warn once if a configured part name never occurs, because it may be misspelt."""
-        accuracy_part = self.config.accuracy_part
-        parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
-        if accuracy_part is not None and accuracy_part not in parts:
-            logger.warning(
-                "signals.accuracy_part is %s, but no reward part of the first %d steps is called so. There are: %s",
-                accuracy_part,
-                self.config.start_steps,
-                ", ".join(parts) or "none",
-            )
 
     def _warning_changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)

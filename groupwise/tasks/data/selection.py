@@ -139,7 +139,17 @@ class Selection:
         for group in groups:
             choice = self._choices_by_draw.pop(group.draw, None)
             if choice is not None and group.scored:
-                self._note_difficulty(group, choice)
+                config = self._config.curriculum
+                if (
+                    self.curriculum is not None
+                    and config is not None
+                    and choice.pool == "main"
+                    and choice.again is None
+                ):
+                    solved, members = successes(
+                        group, config.success_threshold, config.success_part
+                    )
+                    self.curriculum.observe(choice.index, solved, members)
                 self._note_for_replay(group, choice)
         self._kept_draws.clear()
 
@@ -238,14 +248,6 @@ class Selection:
         return Choice("fresh", "main", best)
 
     # Learning from the results
-
-    def _note_difficulty(self, group: Group, choice: Choice) -> None:
-        config = self._config.curriculum
-        if self.curriculum is None or config is None:
-            return
-        if choice.pool == "main" and choice.again is None:
-            solved, members = successes(group, config.success_threshold, config.success_part)
-            self.curriculum.observe(choice.index, solved, members)
 
     def _note_for_replay(self, group: Group, choice: Choice) -> None:
         """Credit a prompt that is in the buffer with the result of its group; add one that was solved, or that `keep` named."""

@@ -26,7 +26,25 @@ def format_rows(
     if _is_formatted(first):
         formatted = [first, *(_format_row(function, row, where) for row in rows[1:])]
     else:
-        formatted = _format_batch(function, rows, first, where)
+        # The result of a function that takes a batch: a list with an entry for each row.
+        if not isinstance(first, list):
+            raise TaskError(
+                f"{where} returned {type(first).__name__} for a row. Expected text or a list of chat messages; or, if it takes a "
+                "batch (a dict of columns), a list of these."
+            )
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        results = run_user_code(lambda: function(columns), what=f"{where} failed")
+        if not isinstance(results, list) or len(cast("list[Any]", results)) != len(rows):
+            description = (
+                f"{len(cast('list[Any]', results))} entries"
+                if isinstance(results, list)
+                else type(results).__name__
+            )
+            raise TaskError(
+                f"{where} returned {description} for a batch of {len(rows)} rows. Expected one for each."
+            )
+        formatted = cast("list[Any]", results)
     return [
         _with_formatted(row, value, text_field, f"{where}: row {number_of(row, n)}")
         for n, (row, value) in enumerate(zip(rows, formatted, strict=True))
@@ -81,30 +99,6 @@ def _is_formatted(value: Any) -> bool:
     if isinstance(value, list) and value:
         return all(isinstance(entry, Mapping) for entry in cast("list[Any]", value))
     return isinstance(value, str)
-
-
-def _format_batch(
-    function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
-) -> list[Any]:
-    """The result of a function that takes a batch: a list with an entry for each row."""
-    if not isinstance(first, list):
-        raise TaskError(
-            f"{where} returned {type(first).__name__} for a row. Expected text or a list of chat messages; or, if it takes a "
-            "batch (a dict of columns), a list of these."
-        )
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    results = run_user_code(lambda: function(columns), what=f"{where} failed")
-    if not isinstance(results, list) or len(cast("list[Any]", results)) != len(rows):
-        description = (
-            f"{len(cast('list[Any]', results))} entries"
-            if isinstance(results, list)
-            else type(results).__name__
-        )
-        raise TaskError(
-            f"{where} returned {description} for a batch of {len(rows)} rows. Expected one for each."
-        )
-    return cast("list[Any]", results)
 
 
 def _with_formatted(

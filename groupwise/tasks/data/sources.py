@@ -159,16 +159,6 @@ class _Split:
         return rows[_resolve_bound(self.start, len(rows)) : _resolve_bound(self.stop, len(rows))]
 
 
-def _parse_split(text: str, source: str) -> _Split:
-    match = _SPLIT.fullmatch(text)
-    if match is None:
-        raise TaskError(
-            f"The split {text!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
-            "train[10%:90%]."
-        )
-    return _Split(match["name"], match["start"], match["stop"])
-
-
 def _resolve_bound(bound: str | None, count: int) -> int | None:
     if bound is None or not bound.endswith("%"):
         return None if bound is None else int(bound)
@@ -179,7 +169,16 @@ def _resolve_bound(bound: str | None, count: int) -> int | None:
 
 
 def _read_local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
-    split_spec, path = _parse_split(split, source), Path(source).expanduser()
+    match = _SPLIT.fullmatch(split)
+    if match is None:
+        raise TaskError(
+            f"The split {split!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
+            "train[10%:90%]."
+        )
+    split_spec, path = (
+        _Split(match["name"], match["start"], match["stop"]),
+        Path(source).expanduser(),
+    )
     if not path.exists():
         raise TaskError(_missing_file_message(source, path))
     files = _files_of(path, split_spec.name) if path.is_dir() else [path]
@@ -445,8 +444,20 @@ def _read_hub(
     try:
         dataset = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
+        options = {"config": config, "split": split, "revision": revision}
+        described = ", ".join(
+            f"{name} {value!r}" for name, value in options.items() if value is not None
+        )
+        reason = str(error).strip() or repr(error)
+        offline = isinstance(error, ConnectionError)
+        advice = (
+            "The hub cannot be reached. A dataset that was loaded once is found in the cache of this machine; else give a file"
+            if offline
+            else "Look at its page for its configs and splits, or give a file"
+        )
         raise TaskError(
-            _hub_error_message(source, config, split, revision, error),
+            f"The dataset {source!r} ({described}) could not be had from the hub, after looking for a file or folder of that name in "
+            f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)}).",
             temporary=hub_errors.is_temporary(error),
         ) from error
     finally:
@@ -483,23 +494,3 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     if not hasattr(indices, "column"):
         return range(first, first + len(dataset)) if first else None
     return [first + index for index in indices.column(0).to_pylist()]
-
-
-def _hub_error_message(
-    source: str, config: str | None, split: str, revision: str | None, error: Exception
-) -> str:
-    options = {"config": config, "split": split, "revision": revision}
-    described = ", ".join(
-        f"{name} {value!r}" for name, value in options.items() if value is not None
-    )
-    reason = str(error).strip() or repr(error)
-    offline = isinstance(error, ConnectionError)
-    advice = (
-        "The hub cannot be reached. A dataset that was loaded once is found in the cache of this machine; else give a file"
-        if offline
-        else "Look at its page for its configs and splits, or give a file"
-    )
-    return (
-        f"The dataset {source!r} ({described}) could not be had from the hub, after looking for a file or folder of that name in "
-        f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)})."
-    )

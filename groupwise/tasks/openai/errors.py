@@ -94,28 +94,27 @@ async def _send_error(send: Send, start: Message, problem: Problem) -> None:
 
 
 def document_errors(document: dict[str, Any]) -> None:
-    """In an OpenAPI document, replace the problem responses of the /v1 routes by OpenAI's errors."""
+    """Replace the problem responses of the /v1 routes in an OpenAPI document by OpenAI's errors."""
     schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schemas.pop("$defs"))
     document["components"]["schemas"]["ErrorAnswer"] = schemas
     for path, operations in document["paths"].items():
         if path.startswith(PREFIX):
             for operation in operations.values():
-                operation["responses"] = _error_responses(operation["responses"])
-
-
-def _error_responses(responses: dict[str, Any]) -> dict[str, Any]:
-    errors: dict[str, Any] = {}
-    for status, response in responses.items():
-        if MEDIA_TYPE not in response.get("content", {}):
-            errors[status] = response
-            continue
-        code = str(status_of(int(status)))
-        description = errors.get(code, {}).get("description", "")
-        errors[code] = {
-            "description": f"{description}\n\n{response['description']}".strip(),
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
-            },
-        }
-    return errors
+                responses = operation["responses"]
+                errors: dict[str, Any] = {}
+                for status, response in responses.items():
+                    if MEDIA_TYPE not in response.get("content", {}):
+                        errors[status] = response
+                        continue
+                    code = str(status_of(int(status)))
+                    description = errors.get(code, {}).get("description", "")
+                    errors[code] = {
+                        "description": f"{description}\n\n{response['description']}".strip(),
+                        "content": {
+                            "application/json": {
+                                "schema": {"$ref": "#/components/schemas/ErrorAnswer"}
+                            }
+                        },
+                    }
+                operation["responses"] = errors

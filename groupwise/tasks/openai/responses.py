@@ -152,18 +152,6 @@ def messages_of_input(request: ResponsesRequest) -> Messages:
     return messages
 
 
-def message_of_choice(completed: Completed) -> dict[str, Any]:
-    """The policy's turn as a message of the conversation."""
-    (choice,) = completed.choices
-    calls = tool_calls(completed.id, 0, choice)
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text or None}
-    if calls:
-        message["tool_calls"] = [call.model_dump() for call in calls]
-    elif not choice.text:
-        message["content"] = ""
-    return message
-
-
 def response_of(
     request: ResponsesRequest, id: str, model: str, created: float, completed: Completed | None
 ) -> ResponseData:
@@ -258,7 +246,14 @@ def kept_response(
 ) -> KeptResponse:
     """The response as it is stored; `messages` is the conversation before it."""
     response = response_of(request, "", "", 0.0, completed)
-    conversation = [*map(dict, messages), message_of_choice(completed)]
+    (choice,) = completed.choices
+    calls = tool_calls(completed.id, 0, choice)
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or None}
+    if calls:
+        message["tool_calls"] = [call.model_dump() for call in calls]
+    elif not choice.text:
+        message["content"] = ""
+    conversation = [*map(dict, messages), message]
     return KeptResponse(response.model_dump(mode="json"), conversation)
 
 

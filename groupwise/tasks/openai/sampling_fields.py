@@ -35,20 +35,16 @@ def _changes(request: ChatRequest | TextRequest) -> dict[str, Any]:
         schema = None if is_forced else schema_of(request.response_format)
         values["json_schema"] = schema
         if is_forced or (schema is not None and request.offered_tools):
-            values["tool_calls"] = calls_of(request)
+            # The notation of the calls is the model's, see `OpenAIService.with_template`.
+            functions = [tool["function"] for tool in request.callable_tools]
+            values["tool_calls"] = CallGrammar(
+                tuple(
+                    (function["name"], json.dumps(function.get("parameters") or {}))
+                    for function in functions
+                ),
+                is_single=request.tool_selection.is_single or request.parallel_tool_calls is False,
+            )
     return {name: value for name, value in values.items() if value is not None}
-
-
-def calls_of(request: ChatRequest) -> CallGrammar:
-    """The calls that an answer can consist of; the notation is the model's, see `OpenAIService.with_template`."""
-    functions = [tool["function"] for tool in request.callable_tools]
-    return CallGrammar(
-        tuple(
-            (function["name"], json.dumps(function.get("parameters") or {}))
-            for function in functions
-        ),
-        is_single=request.tool_selection.is_single or request.parallel_tool_calls is False,
-    )
 
 
 def schema_of(response_format: ResponseFormat | None) -> str | None:

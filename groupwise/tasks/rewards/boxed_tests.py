@@ -139,7 +139,16 @@ class Plan:
             raise BrokenTests(f"they import {name}, and there is the standard library alone")
         defined, free = _names_of(texts)
         defined |= {name for tree in trees for name in _star_names(tree)}
-        modules = _modules_in(trees) - defined
+        # Modules of the standard library count if an attribute of them is read.
+        owners = [
+            node.value
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+        ]
+        modules = (
+            {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
+        ) - defined
         free -= defined | modules | {MODULE}
         entry = {entry_point} if entry_point else set[str]()
         names = (free - _BUILTINS) | entry
@@ -329,14 +338,6 @@ def _star_names(tree: ast.Module) -> Iterator[str]:
                 yield from _public_names(module)
             case _:
                 pass
-
-
-def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
-    """Names of modules of the standard library whose attributes are read."""
-    owners = [
-        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    ]
-    return {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
 
 
 def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:

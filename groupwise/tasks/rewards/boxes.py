@@ -58,7 +58,16 @@ def last_boxed(text: str) -> str | None:
         text[end : min(formula_end, end + _NEAR)],
     )
     if is_separate or not (_ends_apart(before, in_formula) and _begins_apart(after, in_formula)):
-        return _without_boxes(text[formula_start:formula_end])
+        # The formula is the answer, with each box as a bracket.
+        formula = text[formula_start:formula_end]
+        pieces: list[str] = []
+        position = 0
+        for box in _boxes(formula):
+            if box is None:
+                break
+            pieces += [formula[position : box.start], f"({box.inside})"]
+            position = box.end
+        return "".join([*pieces, formula[position:]])
     return ", ".join(box.inside for box in group)
 
 
@@ -88,18 +97,6 @@ def closing(text: str, start: int) -> int | None:
         if depth == 0:
             return brace.start()
     return None
-
-
-def _without_boxes(text: str) -> str:
-    """The text with each box as a bracket."""
-    pieces: list[str] = []
-    position = 0
-    for box in _boxes(text):
-        if box is None:
-            break
-        pieces += [text[position : box.start], f"({box.inside})"]
-        position = box.end
-    return "".join([*pieces, text[position:]])
 
 
 # What belongs to a box

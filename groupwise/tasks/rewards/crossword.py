@@ -98,7 +98,7 @@ class CrosswordAccuracy:
 @reward("pure_accuracy")
 @dataclass(frozen=True, slots=True)
 class PureAccuracy:
-    """At most 1: the answer tag holds the gold answer alone (1), that stands as a word, it occurs in reasoning of some length."""
+    """A sum of at most 1: the gold answer alone in the tag (1), the answer as a word, the answer in reasoning of some length."""
 
     answer_column: str | None = None
     word_bonus: float = 0.02

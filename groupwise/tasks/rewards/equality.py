@@ -164,7 +164,24 @@ def _raise_power(base: Value, exponent: Value, point: Point) -> Value:
 
 def _evaluate_call(node: Node, point: Point) -> Value:
     if node.name == "determinant":
-        return _determinant(node.parts[0], point)
+        matrix = node.parts[0]
+        rows = [[_evaluate(part, point) for part in row.parts] for row in matrix.parts]
+        if any(len(row) != len(rows) for row in rows) or len(rows) > 6:
+            raise Undecided("the determinant of no square")
+
+        def expand(part: Sequence[Sequence[Value]]) -> Value:
+            if len(part) == 1:
+                return part[0][0]
+            total: Value = Fraction(0)
+            for column, factor in enumerate(part[0]):
+                minor = [[*row[:column], *row[column + 1 :]] for row in part[1:]]
+                term = _apply_exactly(operator.mul, factor, expand(minor), point)
+                total = _apply_exactly(
+                    operator.sub if column % 2 else operator.add, total, term, point
+                )
+            return total
+
+        return expand(rows)
     return _call_with_numbers(node.name, [_evaluate(part, point) for part in node.parts], point)
 
 
@@ -276,24 +293,6 @@ def _named_function_value(node: Node, point: Point) -> Value:
             )
             total = _require_bounded(_apply_exactly(operator.add, total, term, point))
     return total
-
-
-def _determinant(matrix: Node, point: Point) -> Value:
-    rows = [[_evaluate(part, point) for part in row.parts] for row in matrix.parts]
-    if any(len(row) != len(rows) for row in rows) or len(rows) > 6:
-        raise Undecided("the determinant of no square")
-
-    def expand(part: Sequence[Sequence[Value]]) -> Value:
-        if len(part) == 1:
-            return part[0][0]
-        total: Value = Fraction(0)
-        for column, factor in enumerate(part[0]):
-            minor = [[*row[:column], *row[column + 1 :]] for row in part[1:]]
-            term = _apply_exactly(operator.mul, factor, expand(minor), point)
-            total = _apply_exactly(operator.sub if column % 2 else operator.add, total, term, point)
-        return total
-
-    return expand(rows)
 
 
 _EVALUATORS: dict[str, Callable[[Node, Point], Value]] = {

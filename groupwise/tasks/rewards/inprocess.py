@@ -40,13 +40,18 @@ _END_LIMIT = 1.0
 """Seconds to wait for an idle thread to end."""
 
 
+def no_metrics(*_: Any) -> dict[str, Any]:
+    """The metrics of rewards that belong to no task."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class RubricScorer:
     """Scores with a rubric and the task's metrics; returned by a factory for `RewardWorkers`."""
 
     rubric: Rubric | None
     """None if the task has no reward functions, or none applies."""
-    compute_metrics: ComputeMetrics
+    compute_metrics: ComputeMetrics = no_metrics
 
     async def score(self, request: ScoreRequest, started: Callable[[str], None]) -> GroupScore:
         """See `Rubric.score`."""
@@ -129,7 +134,11 @@ class InProcessScorer:
     """Scores groups one after the other in a thread of this process; a `Scorer`."""
 
     def __init__(
-        self, rubric: Rubric | None, compute_metrics: ComputeMetrics, *, time_limit: float = 30.0
+        self,
+        rubric: Rubric | None,
+        compute_metrics: ComputeMetrics = no_metrics,
+        *,
+        time_limit: float = 30.0,
     ) -> None:
         """`time_limit` is in seconds for the call of a reward function. `rubric` may be None, see `RubricScorer`."""
         self._scorer = RubricScorer(rubric, compute_metrics)

@@ -62,7 +62,7 @@ class Judge:
     model: str
     mode: Mode = "alone"
     rubric: str | None = None
-    """For every row; None takes the column."""
+    """The rubric of every row; None takes each row's own from `rubric_column`."""
     rubric_column: str = "rubric"
     scale: tuple[float, float] = (0.0, 10.0)
     """The lowest and the highest score, which become 0 and 1."""

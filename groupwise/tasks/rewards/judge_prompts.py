@@ -109,7 +109,10 @@ class Question:
     def _parse_scores(self, verdict: Mapping[str, Any]) -> dict[str, float]:
         match self.mode:
             case "alone":
-                return {self.names[0]: self._parse_score(verdict.get("score"))}
+                given = verdict.get("score")
+                if not self._on_scale(given):
+                    raise Malformed(f"{given!r:.40} is no {self.scale_text}")
+                return {self.names[0]: float(given)}
             case "pairs":
                 better = verdict.get("better")
                 first, second = self.names
@@ -133,11 +136,6 @@ class Question:
         if isinstance(score, bool) or not isinstance(score, int | float):
             return False
         return low <= score <= high
-
-    def _parse_score(self, score: object) -> float:
-        if not self._on_scale(score):
-            raise Malformed(f"{score!r:.40} is no {self.scale_text}")
-        return float(score)
 
     @property
     def scale_text(self) -> str:
@@ -164,7 +162,8 @@ def question(
         prompt=prompt,
         mark=mark,
         completions="\n\n".join(
-            _delimit_answer(mark, name, text) for name, text in zip(names, completions, strict=True)
+            f"<<< {mark} answer {name} begins >>>\n{text}\n<<< {mark} answer {name} ends >>>"
+            for name, text in zip(names, completions, strict=True)
         ),
         task=TASKS[mode].format(low=low, high=high),
         form=_verdict_format(mode, mark, names, scale),
@@ -197,10 +196,6 @@ def check_template(template: str) -> None:
         problems = [f"lacks {{{name}}}" for name in sorted(missing)]
         problems += [f"has {{{name}}}, which is no field" for name in sorted(unknown)]
         raise ValueError(f"template {' and '.join(problems)}. Write {{{{ and }}}} for braces.")
-
-
-def _delimit_answer(mark: str, name: str, text: str) -> str:
-    return f"<<< {mark} answer {name} begins >>>\n{text}\n<<< {mark} answer {name} ends >>>"
 
 
 def _verdict_format(mode: Mode, mark: str, names: Sequence[str], scale: tuple[float, float]) -> str:

@@ -38,7 +38,7 @@ class CorrectnessXml:
 
     answer_column: str | None = None
     right: float = 2.0
-    """As much as `strict_format`, `soft_format`, `xml_count` and `int_reward` can earn together."""
+    """The most that `strict_format`, `soft_format`, `xml_count` and `int_reward` can earn together."""
     answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:

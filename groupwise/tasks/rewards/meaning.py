@@ -312,7 +312,7 @@ def _resolve_plus_minus(node: Node, sign: int) -> Node:
 
 
 def _approximate(node: Node) -> Node:
-    """For `1/3 ≈ 0.333`, the exact value if the other is close to it."""
+    """The exact value of `1/3 ≈ 0.333` if the other is close to it."""
     if node.name == "=≈" and node.parts[0].kind == "name":
         return Node(
             "relation",
@@ -331,7 +331,7 @@ def _approximate(node: Node) -> Node:
 
 
 def _named_value(node: Node) -> tuple[str, Node] | None:
-    """For `x = 3` and `f(x) = 2x`, the name and its value."""
+    """The name and its value in `x = 3` and `f(x) = 2x`."""
     if node.kind != "relation" or node.name not in ("=", "∈"):
         return None
     left, right = node.parts

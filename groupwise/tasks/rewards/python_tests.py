@@ -665,7 +665,20 @@ async def verdict(
             elif why is None:
                 why = f"case {number}: {_describe_result(result)}"
         return Verdict(passed, len(cases), why)
-    return await _of_functions(code, tests, limits, require)
+    # If the tests break off, they are at fault if they also do so for code that does nothing.
+    try:
+        return await _run_tests(code, tests, limits, require)
+    except _TestsBrokeOff as broke_off:
+        if not broke_off.so_far.of:  # the tests had not started
+            raise ValueError(str(broke_off)) from broke_off
+        partial_verdict = broke_off.so_far
+    names = Plan.of(tests.of_functions, tests.entry_point).names
+    harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
+    try:
+        await _run_tests(harmless, tests, limits, require)
+    except _TestsBrokeOff as broke_off:
+        raise ValueError(str(broke_off)) from broke_off
+    return partial_verdict
 
 
 def _common_imports(code: str, tests: RowTests) -> bool:
@@ -680,7 +693,7 @@ def _describe_result(result: Result) -> str:
 
 
 class _TestsBrokeOff(Exception):
-    """The tests stopped before their end. `_of_functions` finds out whether the tests or the code are at fault."""
+    """The tests stopped before their end. `verdict` finds out whether the tests or the code are at fault."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
         super().__init__(why)
@@ -692,25 +705,6 @@ class _Anything:
     def __call__(self, *_, **__): return self
     def __getattr__(self, _): return self
 """
-
-
-async def _of_functions(
-    code: str, tests: RowTests, limits: Limits, require: Sequence[str]
-) -> Verdict:
-    """The tests' verdict on the code. If they break off, they are at fault if they also do so for code that does nothing."""
-    try:
-        return await _run_tests(code, tests, limits, require)
-    except _TestsBrokeOff as broke_off:
-        if not broke_off.so_far.of:  # the tests had not started
-            raise ValueError(str(broke_off)) from broke_off
-        partial_verdict = broke_off.so_far
-    names = Plan.of(tests.of_functions, tests.entry_point).names
-    harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
-    try:
-        await _run_tests(harmless, tests, limits, require)
-    except _TestsBrokeOff as broke_off:
-        raise ValueError(str(broke_off)) from broke_off
-    return partial_verdict
 
 
 async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
@@ -908,7 +902,11 @@ class PythonTests:
         if log_extra is not None:
             log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
         return [
-            verdict if isinstance(verdict, Failed) else self._reward_of_verdict(verdict)
+            verdict
+            if isinstance(verdict, Failed)
+            else verdict.passed / verdict.of
+            if self.partial
+            else float(verdict.passed == verdict.of)
             for verdict in verdicts
         ]
 
@@ -924,9 +922,6 @@ class PythonTests:
                 return await verdict(code, row, limits, self.require)
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
-
-    def _reward_of_verdict(self, verdict: Verdict) -> float:
-        return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 
 def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:

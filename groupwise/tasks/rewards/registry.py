@@ -105,6 +105,11 @@ def get_reward_funcs(
     return _build_rewards(names, section.get("answer_column"), where)
 
 
+def named_rubric(names: Sequence[str], answer_column: str | None, where: str) -> Rubric:
+    """The rewards that an option lists by name. Raises TaskError with a message that starts with `where`."""
+    return Rubric(_build_rewards(names, answer_column, where), where=where)
+
+
 def configured_rubric(
     section: Mapping[str, Any], task_rewards: tuple[str, Rubric] | None = None
 ) -> Rubric | None:
@@ -149,44 +154,44 @@ def _build_rewards(names: object, answer_column: str | None, where: str) -> list
     problems: list[str] = []
     for entry in cast("Sequence[Any]", names):
         try:
-            rewards.append(_configure_reward(entry, answer_column, where))
+            section = (
+                cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {"name": entry}
+            )
+            name = section.get("name")
+            if not isinstance(name, str) or not name:
+                raise TaskError(
+                    f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
+                )
+            parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
+            target = registered_rewards().get(name) or _load_object(name)
+            if inspect.isclass(target):
+                shared = {"answer_column": answer_column} if answer_column is not None else {}
+                accepted = {parameter.name for parameter in accepted_parameters(target)}
+                defaults = {key: value for key, value in shared.items() if key in accepted}
+                function = cast(
+                    "RewardCallable", instance(target, {**defaults, **parameters}, name)
+                )
+            else:
+                if parameters:
+                    raise TaskError(
+                        f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
+                        "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
+                    )
+                function = cast("RewardCallable", target)
+            check_function(function, name)
+            wrapped: Any = accept_nested(function, name if ":" not in name else name_of(function))
+            if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
+                wrapped.check_row = functools.partial(_need_gold, function)
+            weight = section.get("weight", 1.0)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not math.isfinite(weight):
+                raise TaskError(f"{name}: its weight is {weight!r}; expected a finite number.")
+            rewards.append((wrapped, float(weight)))
         except TaskError as error:
             problems.append(f"{where}: {error}")
     if problems:
         raise TaskError("\n".join(problems))
     return rewards
-
-
-def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weighted:
-    section = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {"name": entry}
-    name = section.get("name")
-    if not isinstance(name, str) or not name:
-        raise TaskError(
-            f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
-        )
-    parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    target = registered_rewards().get(name) or _load_object(name)
-    if inspect.isclass(target):
-        shared = {"answer_column": answer_column} if answer_column is not None else {}
-        accepted = {parameter.name for parameter in accepted_parameters(target)}
-        defaults = {key: value for key, value in shared.items() if key in accepted}
-        function = cast("RewardCallable", instance(target, {**defaults, **parameters}, name))
-    else:
-        if parameters:
-            raise TaskError(
-                f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
-                "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
-            )
-        function = cast("RewardCallable", target)
-    check_function(function, name)
-    wrapped: Any = accept_nested(function, name if ":" not in name else name_of(function))
-    if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
-        wrapped.check_row = functools.partial(_need_gold, function)
-    weight = section.get("weight", 1.0)
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight):
-        raise TaskError(f"{name}: its weight is {weight!r}; expected a finite number.")
-    return wrapped, float(weight)
 
 
 def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:

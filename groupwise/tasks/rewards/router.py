@@ -149,9 +149,20 @@ class Router(Rubric):
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
     ) -> GroupScore:
         """See `Rubric.score`: each row is scored by the rewards of its label; a row without any fails with that reason."""
-        rows = _label_rows(request)
+        labels = {
+            column: request.columns[column] for column in LABEL_COLUMNS if column in request.columns
+        }
+        count = len(request.completions)
+        rows = [
+            {column: values[index] for column, values in labels.items()} for index in range(count)
+        ]
         indices_of_label: dict[str, list[int]] = {}
-        members = [self._failed_unknown_label(row) for row in rows]
+        members = [
+            MemberScore(
+                "failed", self._unknown_label_message(_label_in(row)), None, self._all_parts(())
+            )
+            for row in rows
+        ]
         for index, row in enumerate(rows):
             if (label := self.label_of(row)) is not None:
                 indices_of_label.setdefault(label, []).append(index)
@@ -196,11 +207,6 @@ class Router(Rubric):
             part_by_name.get(name) or RewardPart(name, None, weight) for name, weight in weighted
         )
 
-    def _failed_unknown_label(self, row: Row) -> MemberScore:
-        return MemberScore(
-            "failed", self._unknown_label_message(_label_in(row)), None, self._all_parts(())
-        )
-
     def _unknown_label_message(self, label: str | None) -> str:
         known_labels = f"The router has rewards for {', '.join(self.rubrics)}."
         if label is None:
@@ -223,12 +229,6 @@ def _column_text(row: Row, column: str) -> str | None:
     """A column's text; None if it is blank, None or NaN."""
     value = row.get(column)
     return None if value is None or value != value else str(value).strip() or None
-
-
-def _label_rows(request: ScoreRequest) -> list[dict[str, Any]]:
-    labels = {name: request.columns[name] for name in LABEL_COLUMNS if name in request.columns}
-    count = len(request.completions)
-    return [{name: values[index] for name, values in labels.items()} for index in range(count)]
 
 
 def _subset(request: ScoreRequest, indices: Sequence[int]) -> ScoreRequest:

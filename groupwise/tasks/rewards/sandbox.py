@@ -175,8 +175,17 @@ class Box:
         for stream in self._streams:
             await stream.open()
         with suppress(OSError):  # it has ended: `result` reports that
+            orders = {
+                "program": dict(self._program),
+                "folder": str(self._folder),
+                "limits": {**asdict(self._limits), "cpu_seconds": self._limits.cpu_seconds},
+                "channels": [channel.fileno() for channel in self._channels],
+                "user": _free_user(),
+                "require": list(self._require),
+                "without": list(self._without),
+            }
             await asyncio.get_running_loop().sock_sendall(
-                self._control, add_frame(self._make_orders())
+                self._control, add_frame(json.dumps(orders).encode())
             )
         return self
 
@@ -226,7 +235,8 @@ class Box:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._since + self._limits.seconds - time.monotonic()):
                 code = await self._exit_code()
-                ending = _ending_of_code(code)
+                if code != -signal.SIGXCPU:
+                    ending = "killed" if code < 0 else "failed" if code else "finished"
         seconds = time.monotonic() - self._since
         self._control.close()
         await self._drain_output()
@@ -266,6 +276,9 @@ class Box:
         stdin_file.write_bytes(self._stdin)
         with stdin_file.open("rb") as stdin:  # read-only: the file is on a disk without a limit
             stdin_file.unlink()
+            variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
+            home = str(self._folder / "home")
+            paths = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
             return subprocess.Popen(
                 [
                     sys.executable,
@@ -280,26 +293,8 @@ class Box:
                 pass_fds=numbers,
                 start_new_session=True,
                 cwd=self._folder,
-                env=self._environment_variables(),
+                env={**variables, **_ENVIRONMENT, **paths, MARK: self._mark},
             )
-
-    def _environment_variables(self) -> dict[str, str]:
-        variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        home = str(self._folder / "home")
-        paths = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
-        return {**variables, **_ENVIRONMENT, **paths, MARK: self._mark}
-
-    def _make_orders(self) -> bytes:
-        orders = {
-            "program": dict(self._program),
-            "folder": str(self._folder),
-            "limits": {**asdict(self._limits), "cpu_seconds": self._limits.cpu_seconds},
-            "channels": [channel.fileno() for channel in self._channels],
-            "user": _free_user(),
-            "require": list(self._require),
-            "without": list(self._without),
-        }
-        return json.dumps(orders).encode()
 
 
 class _Stream:
@@ -381,12 +376,6 @@ def _highest_user() -> int:
     except OSError:
         return (1 << 16) - 3
     return max(int(first) + int(count) - 1 for first, _, count in ranges)
-
-
-def _ending_of_code(code: int) -> Ending:
-    if code == -signal.SIGXCPU:
-        return "timed_out"
-    return "killed" if code < 0 else "failed" if code else "finished"
 
 
 def _last_line(text: str) -> str:

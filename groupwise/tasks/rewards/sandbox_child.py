@@ -52,7 +52,13 @@ _SWEEPS = 200
 def main() -> Callable[[], None]:
     """Builds the box and returns the function to run; only the program's process returns from here."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    orders = _receive_orders(control)
+    buffer = FrameBuffer()
+    while (frame := buffer.take()) is None:
+        piece = control.recv(1 << 16)
+        if not piece:
+            os._exit(0)
+        buffer.add(piece)
+    orders = json.loads(frame)
     protections: Held = {
         name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
     }
@@ -88,16 +94,6 @@ def main() -> Callable[[], None]:
     except BaseException:  # noqa: BLE001 — the cause is reported; a box that was not built runs nothing
         _report_to_parent(control, {"broken": traceback.format_exc()})
     os._exit(0)
-
-
-def _receive_orders(control: socket.socket) -> dict[str, Any]:
-    buffer = FrameBuffer()
-    while (frame := buffer.take()) is None:
-        piece = control.recv(1 << 16)
-        if not piece:
-            os._exit(0)
-        buffer.add(piece)
-    return json.loads(frame)
 
 
 # The warden
@@ -315,7 +311,23 @@ def _confine(orders: dict[str, Any], protections: Held) -> None:
     if sys.path[0] != f"{orders['folder']}/python":
         _import_from(_STANDARD_LIBRARY)
     own_count = "namespace" in protections["processes"] or bool(protections["user"])
-    _set_limits(orders["limits"], shared=not own_count)
+    # Without a user or namespace of its own, the user's other processes count as well.
+    limits = orders["limits"]
+    processes = limits["processes"] + (0 if own_count else _tasks_of(os.geteuid()))
+    for name, value in (
+        ("AS", limits["memory"]),
+        ("CPU", limits["cpu_seconds"]),
+        ("FSIZE", limits["file_size"]),
+        ("NOFILE", limits["open_files"]),
+        ("NPROC", processes),
+        ("CORE", 0),
+    ):
+        number = getattr(resource, f"RLIMIT_{name}", None)
+        if number is not None:
+            _, most = resource.getrlimit(number)
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
+            with suppress(OSError, ValueError):  # macOS has no address space limit
+                resource.setrlimit(number, (value, value))
     if protections["user"]:
         kernel.become(orders["user"])
     with suppress(OSError):
@@ -333,25 +345,6 @@ def _confine(orders: dict[str, Any], protections: Held) -> None:
             kernel.restrict_calls(signals=signals, processes=os.geteuid() != 0)
             protections["network"].append("seccomp")
             protections["calls"].append("seccomp")
-
-
-def _set_limits(limits: dict[str, int], *, shared: bool) -> None:
-    """Set the kernel's limits for each process. `shared`: the user has other processes, which also count."""
-    processes = limits["processes"] + (_tasks_of(os.geteuid()) if shared else 0)
-    for name, value in (
-        ("AS", limits["memory"]),
-        ("CPU", limits["cpu_seconds"]),
-        ("FSIZE", limits["file_size"]),
-        ("NOFILE", limits["open_files"]),
-        ("NPROC", processes),
-        ("CORE", 0),
-    ):
-        number = getattr(resource, f"RLIMIT_{name}", None)
-        if number is not None:
-            _, most = resource.getrlimit(number)
-            value = value if most == resource.RLIM_INFINITY else min(value, most)
-            with suppress(OSError, ValueError):  # macOS has no address space limit
-                resource.setrlimit(number, (value, value))
 
 
 def _tasks_of(user: int) -> int:

@@ -216,7 +216,7 @@ _SIGNALS: dict[str, _Numbers] = {"kill": (62, 129), "tkill": (200, 130), "tgkill
 _OF_ATTRIBUTES = (range(188, 200), range(5, 17))
 """Numbers of setxattr to fremovexattr, by architecture: files in the box have no extended attributes."""
 _FORKS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}
-"""On other architectures `clone` does it."""
+"""`clone` does it on other architectures."""
 _PRETENDED: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),

@@ -29,7 +29,7 @@ from groupwise.core.plugins import explain, load, printable
 from groupwise.core.processes.family import MARK, tie_to_parent
 from groupwise.core.processes.frames import FrameBuffer, send_frame
 from groupwise.core.reward_call.plain import plain
-from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored_group
+from groupwise.core.reward_call.request import ScoreRequest, unscored_group
 from groupwise.core.types import to_json
 
 
@@ -108,14 +108,10 @@ def _score_group(
 ) -> dict[str, Any]:
     """The group's score as JSON values, converted here because values from user code may be impossible to convert."""
     try:
-        return _score_to_json(_await_result(scorer.score(request, started), runner))
+        return json.loads(to_json(_await_result(scorer.score(request, started), runner)))
     except BaseException as error:  # noqa: BLE001 — any error of user code fails only its group
         reason = f"scoring raised {_error_text(error)}"
-        return _score_to_json(unscored_group(len(request.completions), "failed", reason))
-
-
-def _score_to_json(score: GroupScore) -> dict[str, Any]:
-    return json.loads(to_json(score))
+        return json.loads(to_json(unscored_group(len(request.completions), "failed", reason)))
 
 
 def _await_result(result: Any, runner: asyncio.Runner) -> Any:

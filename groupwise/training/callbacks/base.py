@@ -20,7 +20,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -428,8 +428,26 @@ class Callbacks:
     ) -> None:
         for member in self._members:
             if overrides(member.callback, event):
-                error = await self._wait_for(
-                    self._call_callback(member, event, make_arguments), member, event
+                # There is no time limit, only a warning. The callback has a task of its own, so code
+                # that cancels itself does not cancel the run.
+                work = self._call_callback(member, event, make_arguments)
+                task = asyncio.ensure_future(work)
+                try:
+                    done, _ = await asyncio.wait((task,), timeout=SLOW_CALLBACK_SECONDS)
+                    if not done:
+                        logger.warning(
+                            "the run has been waiting for the callback %s in %s for %g seconds; Ctrl-C twice ends it",
+                            member.name,
+                            event,
+                            SLOW_CALLBACK_SECONDS,
+                        )
+                        await asyncio.wait((task,))
+                finally:
+                    task.cancel()
+                error = (
+                    RuntimeError("it was cancelled from within")
+                    if task.cancelled()
+                    else task.result()
                 )
                 if error is not None:
                     self._report_failure(member, event, error)
@@ -453,28 +471,6 @@ class Callbacks:
         except (Exception, SystemExit) as raised:  # noqa: BLE001 — any code of users may run here
             return raised
         return error
-
-    async def _wait_for(
-        self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
-    ) -> BaseException | None:
-        """Wait for a callback without a time limit; a warning is logged after `SLOW_CALLBACK_SECONDS` seconds.
-
-        The callback runs in its own task, so code that cancels itself does not cancel the run.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            done, _ = await asyncio.wait((task,), timeout=SLOW_CALLBACK_SECONDS)
-            if not done:
-                logger.warning(
-                    "the run has been waiting for the callback %s in %s for %g seconds; Ctrl-C twice ends it",
-                    member.name,
-                    event,
-                    SLOW_CALLBACK_SECONDS,
-                )
-                await asyncio.wait((task,))
-        finally:
-            task.cancel()
-        return RuntimeError("it was cancelled from within") if task.cancelled() else task.result()
 
     def _call_safely(self, member: _Member, method: str, call: Callable[[], Any]) -> Any:
         try:

@@ -216,7 +216,16 @@ class BenchmarkOnCheckpoint(Callback):
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A finished run waits for its evaluations until Ctrl-C. Any other end of a run kills them; a resume starts them again."""
         if end.state == "finished":
-            self._wait_for_evaluations(run)
+            last_notice: float | None = None
+            while (self._waiting or self._processes) and not run.interrupted:
+                if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
+                    still = "" if last_notice is None else "still "
+                    run.say(
+                        f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
+                    )
+                    last_notice = time.monotonic()
+                self._poll(run)
+                time.sleep(POLL_INTERVAL)
         if self._waiting or self._processes:
             pending_work = f"{self.label} of {self._unfinished_steps()}"
             run.say(f"{pending_work} is done when the run goes on")
@@ -224,18 +233,6 @@ class BenchmarkOnCheckpoint(Callback):
                 run.leave(pending_work)
         for process in self._processes:
             process.family.end()
-
-    def _wait_for_evaluations(self, run: RunHandle) -> None:
-        last_notice: float | None = None
-        while (self._waiting or self._processes) and not run.interrupted:
-            if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
-                still = "" if last_notice is None else "still "
-                run.say(
-                    f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
-                )
-                last_notice = time.monotonic()
-            self._poll(run)
-            time.sleep(POLL_INTERVAL)
 
     def _unfinished_steps(self) -> str:
         steps = sorted([*(process.step for process in self._processes), *self._waiting])
@@ -256,25 +253,23 @@ class BenchmarkOnCheckpoint(Callback):
                     run, process.step, f"it took longer than {self.time_limit:g} seconds"
                 )
         while self._waiting and len(self._processes) < self.max_processes:
-            self._start_evaluation(run, self._waiting.pop(0))
-
-    def _start_evaluation(self, run: RunHandle, step: int) -> None:
-        folder = self._evaluation_folder(run, step)
-        output = folder / f"result-{uuid4().hex}.json"
-        placeholders = {
-            "{policy}": str(folder / FILES),
-            "{output}": str(output),
-            "{step}": str(step),
-            "{run}": run.name,
-        }
-        command = [
-            *(_fill_placeholders(argument, placeholders) for argument in self.command),
-            *self._verbatim,
-        ]
-        log, cwd = folder / LOG, Path.cwd()
-        family = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
-        logger.info("%s of step-%d begins", self.label, step)
-        self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
+            step = self._waiting.pop(0)
+            folder = self._evaluation_folder(run, step)
+            output = folder / f"result-{uuid4().hex}.json"
+            placeholders = {
+                "{policy}": str(folder / FILES),
+                "{output}": str(output),
+                "{step}": str(step),
+                "{run}": run.name,
+            }
+            command = [
+                *(_fill_placeholders(argument, placeholders) for argument in self.command),
+                *self._verbatim,
+            ]
+            log, cwd = folder / LOG, Path.cwd()
+            family = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
+            logger.info("%s of step-%d begins", self.label, step)
+            self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
 
     def _finish_evaluation(self, run: RunHandle, process: _EvaluationProcess) -> None:
         code = process.family.end()
@@ -282,7 +277,17 @@ class BenchmarkOnCheckpoint(Callback):
             self._report_failure(run, process.step, describe_exit(code))
             return
         try:
-            content = _read_result(process.output)
+            try:
+                content = json.loads(process.output.read_bytes())
+            except (OSError, ValueError) as problem:
+                raise ValueError(f"it wrote no JSON to {{output}} ({problem})") from problem
+            if not isinstance(content, dict) or not _finite_metrics(
+                cast("dict[str, Any]", content)
+            ):
+                raise ValueError(
+                    "the JSON that it wrote has no numbers, and no object `metrics` with any"
+                )
+            content = cast("dict[str, Any]", content)
         except ValueError as error:
             self._report_failure(run, process.step, str(error))
             return
@@ -423,17 +428,6 @@ def _weights_hash(checkpoint: Path) -> str:
     files = checkpoints.read(checkpoint).files
     names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
     return " ".join(files[name].sha256[:16] for name in names)
-
-
-def _read_result(output: Path) -> dict[str, Any]:
-    """Read the JSON output of a process. Raises ValueError if it is missing or contains no metrics."""
-    try:
-        content = json.loads(output.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"it wrote no JSON to {{output}} ({error})") from error
-    if not isinstance(content, dict) or not _finite_metrics(cast("dict[str, Any]", content)):
-        raise ValueError("the JSON that it wrote has no numbers, and no object `metrics` with any")
-    return cast("dict[str, Any]", content)
 
 
 def _finite_metrics(content: Mapping[str, Any]) -> dict[str, float]:

@@ -104,7 +104,27 @@ class MlflowSink:
         with _client_settings(WITH_RETRIES):
             self._client = _client()
             self._tag = f"groupwise.{run.id}"
-            mlflow_run = self._find_run(run)
+            # A new MLflow run is created together with its tag, so no crash can cause a second one.
+            if run_id := os.environ.get("MLFLOW_RUN_ID"):
+                self._ours = False
+                mlflow_run = self._client.get_run(run_id)
+            else:
+                experiment = _find_experiment(
+                    self._client, run.config
+                ) or self._client.create_experiment(_experiment_name(run.config))
+                matches = self._client.search_runs(
+                    [experiment], f"tags.`{self._tag}` LIKE '%'", max_results=1
+                )
+                if matches:
+                    self._client.update_run(matches[0].info.run_id, status="RUNNING")
+                    mlflow_run = matches[0]
+                else:
+                    mlflow_run = self._client.create_run(
+                        experiment,
+                        start_time=round(1000 * run.began_at),
+                        tags={self._tag: str(NOTHING)},
+                        run_name=run.name,
+                    )
             self._run_id = mlflow_run.info.run_id
             steps_written = int(mlflow_run.data.tags.get(self._tag, NOTHING))
             if self._tag in mlflow_run.data.tags:
@@ -162,27 +182,6 @@ class MlflowSink:
             history = self._client.get_metric_history(self._run_id, name) if is_known else ()
             if finding.steps not in [point.step for point in history]:
                 yield name, value
-
-    def _find_run(self, run: ReportedRun) -> Any:
-        """The MLflow run; if missing, it is created together with its tag, so no crash can cause a second one."""
-        if run_id := os.environ.get("MLFLOW_RUN_ID"):
-            self._ours = False
-            return self._client.get_run(run_id)
-        experiment = _find_experiment(self._client, run.config) or self._client.create_experiment(
-            _experiment_name(run.config)
-        )
-        matches = self._client.search_runs(
-            [experiment], f"tags.`{self._tag}` LIKE '%'", max_results=1
-        )
-        if matches:
-            self._client.update_run(matches[0].info.run_id, status="RUNNING")
-            return matches[0]
-        return self._client.create_run(
-            experiment,
-            start_time=round(1000 * run.began_at),
-            tags={self._tag: str(NOTHING)},
-            run_name=run.name,
-        )
 
     def _log_file(self, file: str, text: str) -> None:
         """Store a file. MLflow's file store is separate from its metrics and may be unavailable; metrics are sent without it."""

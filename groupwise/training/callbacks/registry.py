@@ -96,7 +96,21 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
         return name, _check_callback(instance(BUILTIN[name], parameters, name), config, name)
-    target = _load_callback(name)
+    plugin = load(
+        name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
+    )
+    target = plugin.object
+    if inspect.ismodule(target):
+        class_names = [
+            attribute
+            for attribute, value in vars(target).items()
+            if inspect.isclass(value)
+            and value.__module__ == plugin.module.__name__
+            and _is_callback_class(value)
+        ]
+        raise TaskError(
+            f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(class_names) or 'none'}."
+        )
     _check_class(_class_of(target), name)
     if inspect.isclass(target):
         if any(parameter.name == "name" for parameter in accepted_parameters(target)):
@@ -134,25 +148,6 @@ def unknown_callback(name: str) -> str | None:
     return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
 
 
-def _load_callback(name: str) -> object:
-    """The class or instance that a name refers to."""
-    plugin = load(
-        name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
-    )
-    if not inspect.ismodule(plugin.object):
-        return plugin.object
-    class_names = [
-        attribute
-        for attribute, value in vars(plugin.object).items()
-        if inspect.isclass(value)
-        and value.__module__ == plugin.module.__name__
-        and _is_callback_class(value)
-    ]
-    raise TaskError(
-        f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(class_names) or 'none'}."
-    )
-
-
 def _class_of(callback: object) -> type:
     return callback if inspect.isclass(callback) else type(callback)
 
@@ -175,12 +170,6 @@ def _check_callback(callback: object, config: View, label: str) -> Callback:
     """Check a callback's methods and run its `check`. A TrainerCallback is wrapped instead."""
     if not isinstance(callback, Callback):
         return TrainerCallbackAdapter(callback)
-    _check_methods(callback, label)
-    run_constructor(lambda: callback.check(config), label)
-    return callback
-
-
-def _check_methods(callback: Callback, label: str) -> None:
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in EVENTS:
             suggestions = nearest(name, EVENTS)
@@ -201,6 +190,8 @@ def _check_methods(callback: Callback, label: str) -> None:
         raise TaskError(
             f"{label}: `state` and `load_state` belong together, but one of them is missing."
         )
+    run_constructor(lambda: callback.check(config), label)
+    return callback
 
 
 def callbacks_of_task(

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
@@ -30,7 +29,7 @@ from groupwise.runs.config import WITH_TABLES
 from groupwise.runs.curves import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.folder import RECORD
 from groupwise.runs.record_files import check_can_write, steps_of, write_record
-from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
+from groupwise.runs.records import EvaluationRecord, RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
@@ -71,7 +70,7 @@ class Reporting(Callback):
         self._next: MetricsRow | None = None
         """The row of the last step, which is not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
-        """For each sink, the findings that were sent to it, with the row of each."""
+        """The findings that were sent to each sink, with the row of each."""
 
     def check(self, config: View) -> None:
         """Raise ValueError if a sink's package is not installed, or if the sink cannot write."""
@@ -102,7 +101,14 @@ class Reporting(Callback):
             steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported_run))
             if steps_sent is not None:
                 self._held[name] = steps_sent
-        self._sent = _sent_before(run.folder, self._held)
+        # A sink has the findings up to the last row that it has.
+        sent: dict[str, dict[str, int]] = json.loads((run.folder / IDENTITY).read_bytes()).get(
+            SENT, {}
+        )
+        self._sent = {
+            name: {key: steps for key, steps in sent.get(name, {}).items() if steps <= last_step}
+            for name, last_step in self._held.items()
+        }
         if not self._sinks:
             return
         first_step = min(self._held.values()) + 1
@@ -217,7 +223,20 @@ class Reporting(Callback):
             rollouts = store.rollouts(RolloutFilter(step=row.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
             rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
-        return replace(row, table=[_table_row(view) for view in rollouts[:rows_to_show]])
+        table = [
+            {
+                "step": view.step,
+                "prompt": view.prompt,
+                "completion": view.completion,
+                "reward": view.reward,
+                "advantage": view.advantage,
+                "parts": atomic_files.without_nan({part.name: part.value for part in view.parts}),
+                "outcome": view.outcome,
+                "tokens": view.completion_tokens,
+            }
+            for view in rollouts[:rows_to_show]
+        ]
+        return replace(row, table=table)
 
 
 class ParquetRecord(Callback):
@@ -256,29 +275,6 @@ def _began_at(run: RunHandle) -> float:
         return store.get_meta().get("created_at") or time.time()
 
 
-def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """The findings that each sink has, given the last row that it has."""
-    sent: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
-    return {
-        name: {key: steps for key, steps in sent.get(name, {}).items() if steps <= last_step}
-        for name, last_step in steps_held.items()
-    }
-
-
 def _evaluation_metrics(record: EvaluationRecord) -> Mapping[str, float]:
     """The metrics of an evaluation under names such as `eval/…`."""
     return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
-
-
-def _table_row(view: RolloutView) -> dict[str, Any]:
-    """A rollout as a row of the table; all rows have the same columns."""
-    return {
-        "step": view.step,
-        "prompt": view.prompt,
-        "completion": view.completion,
-        "reward": view.reward,
-        "advantage": view.advantage,
-        "parts": atomic_files.without_nan({part.name: part.value for part in view.parts}),
-        "outcome": view.outcome,
-        "tokens": view.completion_tokens,
-    }

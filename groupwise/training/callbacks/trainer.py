@@ -136,7 +136,28 @@ class TrainerCallbackAdapter(Callback):
     def on_run_begin(self, run: RunHandle) -> None:
         """`on_init_end` and `on_train_begin`."""
         self._args = TrainerArgs(_trainer_args(run))
-        self._state = _trainer_state(run)
+        # The log history comes from the record, so a resumed run has all of it.
+        settings = run.config.run
+        epochs = _section(run.config, "training").get("num_train_epochs")
+        logs: dict[int, dict[str, Any]] = {}
+        for name, curve in run.metrics().items():
+            for step, value in curve:
+                logs.setdefault(step + 1, {})[name] = value
+        self._state = TrainerState(
+            max_steps=run.max_steps,
+            logging_steps=settings.logging_steps,
+            save_steps=settings.save_steps,
+            eval_steps=_section(run.config, "eval").get("eval_steps"),
+            num_train_epochs=math.ceil(epochs or 0),
+            train_batch_size=_rows_per_step(run.config),
+            epoch=run.epoch,
+            global_step=run.step,
+            log_history=[
+                {**logs[steps], "step": steps}
+                for steps in sorted(logs)
+                if steps % settings.logging_steps == 0
+            ],
+        )
         for name, value in self._best.items():
             setattr(self._state, name, value)
         if self.never_called:
@@ -173,7 +194,16 @@ class TrainerCallbackAdapter(Callback):
         self._questions = evaluation.asked
         self._log(run, metrics)
         self._forward_event(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
-        self._note_best(run, metrics)
+        name = str(self._args.metric_for_best_model)
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None or not math.isfinite(value):
+            return
+        sign, best = (1 if self._args.greater_is_better else -1), self._state.best_metric
+        if best is None or sign * (value - best) > 0:
+            self._state.best_metric, self._state.best_global_step = value, run.step
+            saved = self._saved
+            is_saved = saved is not None and saved[0] == run.step
+            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """The event of the same name."""
@@ -231,18 +261,6 @@ class TrainerCallbackAdapter(Callback):
         self._state.log_history.append({**logs, "step": run.step})
         self._forward_event(run, "on_log", logs=dict(logs))
 
-    def _note_best(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
-        name = str(self._args.metric_for_best_model)
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-        if value is None or not math.isfinite(value):
-            return
-        sign, best = (1 if self._args.greater_is_better else -1), self._state.best_metric
-        if best is None or sign * (value - best) > 0:
-            self._state.best_metric, self._state.best_global_step = value, run.step
-            saved = self._saved
-            is_saved = saved is not None and saved[0] == run.step
-            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
-
 
 def _trainer_args(run: RunHandle) -> dict[str, Any]:
     """The keys of the config's sections in one flat dict, with the further names that a Trainer's arguments have."""
@@ -281,31 +299,6 @@ def _trainer_args(run: RunHandle) -> dict[str, Any]:
         "should_save": True,
         "should_log": True,
     }
-
-
-def _trainer_state(run: RunHandle) -> TrainerState:
-    """The state of the run, with its log history from the record."""
-    settings = run.config.run
-    epochs = _section(run.config, "training").get("num_train_epochs")
-    logs: dict[int, dict[str, Any]] = {}
-    for name, curve in run.metrics().items():
-        for step, value in curve:
-            logs.setdefault(step + 1, {})[name] = value
-    return TrainerState(
-        max_steps=run.max_steps,
-        logging_steps=settings.logging_steps,
-        save_steps=settings.save_steps,
-        eval_steps=_section(run.config, "eval").get("eval_steps"),
-        num_train_epochs=math.ceil(epochs or 0),
-        train_batch_size=_rows_per_step(run.config),
-        epoch=run.epoch,
-        global_step=run.step,
-        log_history=[
-            {**logs[steps], "step": steps}
-            for steps in sorted(logs)
-            if steps % settings.logging_steps == 0
-        ],
-    )
 
 
 def _rows_per_step(config: View) -> int | None:

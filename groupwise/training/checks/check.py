@@ -150,7 +150,11 @@ def check(
         "prompts": _render_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
     }
-    given_groups = _load_given_groups(subject, completions)
+    if completions is None:
+        given_groups = []
+    else:
+        runs_dir = Path(subject.config.run.dir)
+        given_groups = load_completions(completions, subject.train, subject.held_out, runs_dir)
     if subject.examples:
         if subject.own_model:
             rendering = Finding(
@@ -204,7 +208,17 @@ def _load_subject(
         if resolved_task.has("get_eval_dataset")
         else []
     )
-    tokenizer = _load_tokenizer(settings, required=config is not None)
+    if importlib.util.find_spec("transformers") is None:
+        if config is not None:
+            raise UsageError(
+                "--config asks for the tokenizer of its model, but transformers is not installed here. Leave --config out, or: "
+                "pip install groupwise[train]"
+            )
+        tokenizer = None
+    else:
+        from groupwise.engine.models.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(settings.model)
     rubric = rollout_builder.task_rubric(settings, resolved_task, tokenizer)
     tools = rollout_builder.check_rollouts(settings, resolved_task, train or held_out)
     if rubric is not None:
@@ -233,20 +247,6 @@ def _draw_limit(config: RunConfig) -> int | None:
     return None if steps is None else steps * config.training.prompts_per_step
 
 
-def _load_tokenizer(config: RunConfig, *, required: bool) -> Any:
-    """Load the tokenizer of the config's model. Without its libraries, return None, or raise UsageError if it is `required`."""
-    if importlib.util.find_spec("transformers") is None:
-        if required:
-            raise UsageError(
-                "--config asks for the tokenizer of its model, but transformers is not installed here. Leave --config out, or: "
-                "pip install groupwise[train]"
-            )
-        return None
-    from groupwise.engine.models.tokenizer import load_tokenizer
-
-    return load_tokenizer(config.model)
-
-
 def _prompt_room(subject: Subject) -> int | None:
     """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
     if (
@@ -270,13 +270,6 @@ def _render_prompts(subject: Subject) -> list[str]:
         with suppress(TaskError, EnvironmentWorkerError):
             return [render_prompt(tokenizer, ids) for ids in run_to_end(openings)]
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
-
-
-def _load_given_groups(subject: Subject, completions: str | None) -> list[CompletionGroup]:
-    if completions is None:
-        return []
-    runs_dir = Path(subject.config.run.dir)
-    return load_completions(completions, subject.train, subject.held_out, runs_dir)
 
 
 async def _try_everything(

@@ -85,7 +85,7 @@ _ADVICE = {
 
 
 def _violations(algorithm: Algorithm) -> dict[str, str]:
-    """For each test, where it is violated; empty if it is not."""
+    """Where each test is violated; empty if it is not."""
     groups = [_group(draw) for draw in range(GROUPS)]
     whole = _gradient(algorithm, groups)
     slopes = [slope for rows in whole.values() for row in rows for slope in row]
@@ -118,31 +118,25 @@ def _gradient(
     found: dict[tuple[int, int], list[Sequence[float]]] = {}
     size = size or len(rows)
     for start in range(0, len(rows), size):
-        batch = [_with_logprobs(row) for row in rows[start : start + size]]
+        batch = [
+            replace(
+                row,
+                proximal_logprobs=tuple(_numbers(row, 1, -2.0, -0.2)),
+                reference_logprobs=tuple(_numbers(row, 2, -2.0, -0.2)),
+            )
+            for row in rows[start : start + size]
+        ]
         entropies = [_numbers(row, 3, 0.1, 2.0) for row in batch]
         policy = [_numbers(row, 4, -2.0, -0.2) for row in batch]
         loss = algorithm.loss_spec()
+        # A learner makes the loss from its knobs alone, so this does too.
         _, slopes = loss_gradient(
-            batch, policy, entropies, _made(algorithm, loss.knobs), denominators, padding=padding
+            batch, policy, entropies, type(algorithm)(**loss.knobs), denominators, padding=padding
         )
         for row, of_row in zip(batch, slopes, strict=True):
             assert row.rollout is not None
             found.setdefault(row.rollout, []).append(of_row)
     return found
-
-
-def _made(algorithm: Algorithm, knobs: Mapping[str, object]) -> Algorithm:
-    """The loss as a learner makes it from its knobs."""
-    return type(algorithm)(**knobs)
-
-
-def _with_logprobs(row: Row) -> Row:
-    """The row with log-probabilities of the proximal and the reference policy."""
-    return replace(
-        row,
-        proximal_logprobs=tuple(_numbers(row, 1, -2.0, -0.2)),
-        reference_logprobs=tuple(_numbers(row, 2, -2.0, -0.2)),
-    )
 
 
 def _numbers(row: Row, seed: int, low: float, high: float) -> list[float]:

@@ -228,7 +228,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def described_columns(examples: Sequence[Example]) -> dict[str, str]:
-    """For each column, the type of its values, and how many rows lack it."""
+    """The type of each column's values, and how many rows lack it."""
     kinds: dict[str, Counter[str]] = {}
     for example in examples:
         for column, value in example.columns.items():

@@ -27,8 +27,9 @@ from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 from groupwise.training import rollout_builder
 from groupwise.training.checks.check_data import prompt_as_text, spread
 from groupwise.training.checks.check_gold import GARBAGE
-from groupwise.training.checks.check_rewards import distribution, is_constant, mean_or_none
+from groupwise.training.checks.check_rewards import distribution, is_constant
 from groupwise.training.config import RunConfig, view
+from groupwise.training.evaluation.statistics import mean_or_none
 
 ROWS = 8
 """Number of rows whose games are played, spread over the data."""

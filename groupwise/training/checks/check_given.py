@@ -37,7 +37,7 @@ from groupwise.training.evaluation.measures import Success, distinct_share
 MAX_ROLLOUTS = 512
 """Approximate number of rollouts of a run that are scored again, from its newest steps."""
 MIN_JUDGED = 8
-"""With fewer completions than this, it means little that none of them is right."""
+"""It means little that none of fewer completions than this is right."""
 TOLERANCE = 1e-6
 """Rewards that differ by less count as equal to the recorded ones."""
 

@@ -27,6 +27,7 @@ from groupwise.training.checks.check_gold import (
     cases_of,
     format_answer,
 )
+from groupwise.training.evaluation.statistics import mean_or_none
 
 LAYOUT_ROWS = 4
 """Number of rows on which each way of writing a gold answer is tried."""
@@ -523,12 +524,6 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 def is_constant(values: Sequence[float]) -> bool:
     """True if all values are equal, up to `TOLERANCE`."""
     return max(values) - min(values) <= TOLERANCE
-
-
-def mean_or_none(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are not None; None if there are none."""
-    numbers = [value for value in values if value is not None]
-    return fmean(numbers) if numbers else None
 
 
 def seconds(value: float) -> str:

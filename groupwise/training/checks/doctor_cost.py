@@ -66,7 +66,13 @@ async def measure(
     )
     tokens = max(min(FEW_TOKENS, limit), min(affordable_tokens, MANY_TOKENS, limit))
     rows, seconds = await _sample_rows(engine, groups, members, tokens, clock)
-    learning_speed = await _learning_speed(engine, rows, members, clock)
+    # Forward and backward passes are timed with one group first, then with as many as the time allows.
+    pass_seconds = await _time_backward(engine, rows[:members], clock)
+    engine.learner.discard()
+    affordable_groups = max(1, int(BUDGET / pass_seconds)) if pass_seconds else len(rows)
+    batch = rows[: members * affordable_groups]
+    pass_seconds = await _time_backward(engine, batch, clock)
+    learning_speed = _per_second(sum(len(row.completion_ids) for row in batch), pass_seconds)
     turns = _turns(config)
     reading_speed = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
     started_at = clock()
@@ -128,16 +134,6 @@ async def _sample_rows(
         for index, completion in enumerate(completions)
     ]
     return rows, seconds
-
-
-async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
-    """Tokens per second of forward and backward passes: first with one group, then with as many as the time allows."""
-    seconds = await _time_backward(engine, rows[:members], clock)
-    engine.learner.discard()
-    affordable_groups = max(1, int(BUDGET / seconds)) if seconds else len(rows)
-    batch = rows[: members * affordable_groups]
-    seconds = await _time_backward(engine, batch, clock)
-    return _per_second(sum(len(row.completion_ids) for row in batch), seconds)
 
 
 async def _time_backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:

@@ -100,7 +100,27 @@ def read_foreign(file: Path) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise UsageError(f"--from: {file} holds {type(tree).__name__}, not keys with values.")
     tree = cast("Mapping[str, Any]", tree)
-    _refuse_other_frameworks(file, text, tree)
+    paths = dict(_key_paths(tree))
+    for framework in OTHER_FRAMEWORKS:
+        keys = [key.replace("/", ".") for key in framework.keys]
+        marks = [key for key in keys if all(part in paths for part in key.split("&"))]
+        match = None if "GRPOTrainer" in text else re.search(framework.words, text, re.MULTILINE)
+        if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
+            evidence = marks[0].replace("&", " and ") if marks else match and match[0]
+            hints = [
+                f"\n  {path} {value}: {advice}"
+                for path, value in paths.items()
+                if isinstance(value, str | int | float)
+                and not path.startswith("critic")
+                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
+                    "here it is"
+                )
+            ]
+            raise UsageError(
+                f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "
+                "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
+                + "".join(hints[:MAX_SHOWN_KEYS])
+            )
     settings = _flatten(tree)
     if not settings.keys() & GRPO_KEYS:
         raise UsageError(
@@ -201,30 +221,6 @@ def _parse_scalar(text: str) -> Any:
 
 
 # Other frameworks
-
-
-def _refuse_other_frameworks(file: Path, text: str, tree: Mapping[str, Any]) -> None:
-    paths = dict(_key_paths(tree))
-    for framework in OTHER_FRAMEWORKS:
-        keys = [key.replace("/", ".") for key in framework.keys]
-        marks = [key for key in keys if all(part in paths for part in key.split("&"))]
-        match = None if "GRPOTrainer" in text else re.search(framework.words, text, re.MULTILINE)
-        if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
-            evidence = marks[0].replace("&", " and ") if marks else match and match[0]
-            hints = [
-                f"\n  {path} {value}: {advice}"
-                for path, value in paths.items()
-                if isinstance(value, str | int | float)
-                and not path.startswith("critic")
-                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
-                    "here it is"
-                )
-            ]
-            raise UsageError(
-                f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "
-                "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
-                + "".join(hints[:MAX_SHOWN_KEYS])
-            )
 
 
 def _key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

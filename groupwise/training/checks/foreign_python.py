@@ -173,7 +173,9 @@ class _Reader:
             case ast.AnnAssign(target, ast.expr() as value):
                 self._bind(target, self.value(value))
             case ast.AugAssign(target, operator, value):
-                self._bind(target, self.value(ast.BinOp(_as_load(target), operator, value)))
+                # Parsed again, a target becomes an expression that reads it.
+                old = ast.parse(ast.unparse(target), mode="eval").body
+                self._bind(target, self.value(ast.BinOp(old, operator, value)))
             case ast.Import() | ast.ImportFrom():
                 self._bind_import(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -325,7 +327,15 @@ class _Reader:
             case ast.List(entries) | ast.Tuple(entries):
                 return [self.value(entry) for entry in entries]
             case ast.Dict(keys, values):
-                return self._read_dict(keys, values)
+                result: dict[str, Any] = {}
+                for key, value in zip(keys, values, strict=True):
+                    if key is None:
+                        self._unpack(result, value)
+                    else:
+                        name = self.value(key)
+                        is_literal = isinstance(name, str | int | float)
+                        result[str(name) if is_literal else ast.unparse(key)] = self.value(value)
+                return result
             case ast.Subscript(owner, key_node):
                 container, key = self.value(owner), self.value(key_node)
                 if isinstance(container, ParsedCall) and container.kind == DATASET_LOADER:
@@ -338,19 +348,6 @@ class _Reader:
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
                 return cast("dict[Any, Any]", container)[key] if has_key else _unread_node(node)
-
-    def _read_dict(
-        self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr]
-    ) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in zip(keys, values, strict=True):
-            if key is None:
-                self._unpack(result, value)
-            else:
-                name = self.value(key)
-                is_literal = isinstance(name, str | int | float)
-                result[str(name) if is_literal else ast.unparse(key)] = self.value(value)
-        return result
 
     def _unpack(self, target: dict[str, Any], node: ast.expr) -> None:
         """Add what `**` unpacks: its keys if they are known, else one key that stores the unread expression."""
@@ -668,8 +665,3 @@ def _unread_node(node: ast.expr) -> Unread:
 
 def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def _as_load(target: ast.expr) -> ast.expr:
-    """An assignment target as an expression that reads it."""
-    return ast.parse(ast.unparse(target), mode="eval").body

@@ -41,7 +41,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
     "repetition": {"repetition_n_grams": ("n", 3), "repetition_max_penalty": ("max_penalty", -1.0)},
     "overlong": {"max_completion_len": ("max_length", 16384), "soft_punish_cache": ("cache", 4096)},
 }  # fmt: skip
-"""For each reward: open-r1's key -> our parameter, and open-r1's default."""
+"""Each reward's parameters: open-r1's key -> our parameter, and open-r1's default."""
 OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
 """The arguments with which TRL's command calls `get_soft_overlong_punishment`; a config names that reward without arguments."""
 SAME_DEFAULT = {
@@ -67,7 +67,16 @@ def reward_entry(
     `module` is the module of the file's own functions; if the file is not a module, the one that should contain them.
     """
     if isinstance(name, Unread):
-        return _reward_of_call(name, module, settings, open_r1)
+        # A call such as `get_cosine_scaled_reward(max_len=500)` is found by its function's name.
+        match = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", name.written)
+        function_name = match[1].rpartition(".")[2] if match else ""
+        equivalent = meaning_of(function_name, registered_rewards()) if name.of_library else None
+        if equivalent is None or not equivalent.rewards:
+            text = f"`{name.written:.60}` of line {name.line} is not taken over. Write a function that has a name in its place"
+            return None, text, True
+        entry = _with_parameters(function_name, equivalent, settings, open_r1)
+        remark = f"`{name.written:.60}` is `{equivalent.rewards[0]}` here, without what line {name.line} gives it: {equivalent.remark}"
+        return entry, remark, True
     if not isinstance(name, str):
         return (
             None,
@@ -108,21 +117,6 @@ def _reward_by_name(
         similarity = f"`{equivalent.rewards[0]}` here is alike, " if equivalent.rewards else ""
         remark += f": {similarity}{equivalent.remark}"
     return f"{module}:{name}", remark, equivalent is not None
-
-
-def _reward_of_call(
-    call: Unread, module: str, settings: Mapping[str, Any], open_r1: bool
-) -> tuple[Any, str, bool]:
-    """The entry for a reward created by a call such as `get_cosine_scaled_reward(max_len=500)`, found by the function's name."""
-    match = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", call.written)
-    name = match[1].rpartition(".")[2] if match else ""
-    equivalent = meaning_of(name, registered_rewards()) if call.of_library else None
-    if equivalent is None or not equivalent.rewards:
-        text = f"`{call.written:.60}` of line {call.line} is not taken over. Write a function that has a name in its place"
-        return None, text, True
-    entry = _with_parameters(name, equivalent, settings, open_r1)
-    remark = f"`{call.written:.60}` is `{equivalent.rewards[0]}` here, without what line {call.line} gives it: {equivalent.remark}"
-    return entry, remark, True
 
 
 def _with_parameters(

@@ -154,7 +154,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     if task.played_by is not None and path not in draft.chosen:
         hook = "get_program" if task.played_by == "external" else "get_environment"
         draft.choose(path, task.played_by, f"the task has {hook}, which leads each rollout")
-    choose_trainable(draft, _count_parameters(draft))
+    choose_trainable(draft, all_parameters(draft.load().config.model))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
     training = (
@@ -192,10 +192,6 @@ def _longest_prompt(prepared: RlPrepared) -> int:
     """Number of tokens of the longest prompt for training or evaluation."""
     held_out = prepared.held_out_prompts
     return max(prepared.prompts.longest, held_out.longest if held_out else 0)
-
-
-def _count_parameters(draft: Draft) -> int:
-    return all_parameters(draft.load().config.model)
 
 
 def _planned_memory(draft: Draft, longest_prompt: int) -> float:
@@ -306,7 +302,7 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
-    choose_trainable(draft, _count_parameters(draft))
+    choose_trainable(draft, all_parameters(draft.load().config.model))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
     choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)

@@ -286,20 +286,20 @@ def choose_trainable(draft: Draft, parameters: int) -> None:
             f"an adapter beside {parameters:,} frozen weights; `lora: null` trains all of them",
         )
     is_full = draft.load().config.lora is None
-    rate, reason = _learning_rate(draft.kind, parameters, is_full)
-    draft.choose(("training", "learning_rate"), rate, reason)
-
-
-def _learning_rate(kind: Kind, parameters: int, is_full: bool) -> tuple[float, str]:
     if parameters < TOY:
-        return 1e-2, "a model as small as this takes large steps"
-    if is_full:
-        return (1e-6 if kind == "rl" else 1e-5), "all weights are trained, which wants small steps"
-    if kind == "sft":
-        return 1e-4, "usual for an adapter; the first key to vary"
-    if parameters <= SMALL:
-        return 1e-4, "usual for an adapter of a small model; the first key to vary"
-    return 1e-5, "careful, for an adapter of a large model; the first key to vary"
+        rate, reason = 1e-2, "a model as small as this takes large steps"
+    elif is_full:
+        rate, reason = (
+            (1e-6 if draft.kind == "rl" else 1e-5),
+            "all weights are trained, which wants small steps",
+        )
+    elif draft.kind == "sft":
+        rate, reason = 1e-4, "usual for an adapter; the first key to vary"
+    elif parameters <= SMALL:
+        rate, reason = 1e-4, "usual for an adapter of a small model; the first key to vary"
+    else:
+        rate, reason = 1e-5, "careful, for an adapter of a large model; the first key to vary"
+    draft.choose(("training", "learning_rate"), rate, reason)
 
 
 # --- lengths -------------------------------------------------------------------------------------

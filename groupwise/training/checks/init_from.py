@@ -740,7 +740,20 @@ def _translate_rewards(translation: Translation) -> None:
             {"test_cases": "verification_info.test_cases"},
             "Where the data of open-r1 have the tests of code.",
         )
-    _warn_of_scripts(translation, {str(item).rpartition(":")[0] for item in entries})
+    modules = {str(item).rpartition(":")[0] for item in entries}
+    for module in sorted(name for name in modules if name.endswith(".py")):
+        path = translation.file.parent / module
+        statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
+        if statement is not None:
+            translation.findings.append(
+                Finding(
+                    "reward_funcs",
+                    "warning",
+                    f"{module} trains when it is imported ({statement}), as it is for its rewards",
+                    "the run would begin with that training",
+                    'put it below `if __name__ == "__main__":`, or the rewards into a file of their own',
+                )
+            )
 
 
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:
@@ -783,22 +796,6 @@ def _reward_weights(translation: Translation, count: int) -> list[Any]:
         f"{weights!r:.60} is not taken over: there are {count} rewards, and each has one number",
     )
     return [None] * count
-
-
-def _warn_of_scripts(translation: Translation, modules: set[str]) -> None:
-    for module in sorted(name for name in modules if name.endswith(".py")):
-        path = translation.file.parent / module
-        statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
-        if statement is not None:
-            translation.findings.append(
-                Finding(
-                    "reward_funcs",
-                    "warning",
-                    f"{module} trains when it is imported ({statement}), as it is for its rewards",
-                    "the run would begin with that training",
-                    'put it below `if __name__ == "__main__":`, or the rewards into a file of their own',
-                )
-            )
 
 
 def _translate_data(translation: Translation) -> None:

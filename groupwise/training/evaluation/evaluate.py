@@ -142,7 +142,7 @@ class EvalResult:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
+        """The number of prompts that each metric lacks because too few of their samples could be scored."""
         measures = {name: measure(name, self.rows) for name in self.metrics_with_interval}
         return {
             name: computed.left_out
@@ -323,9 +323,11 @@ async def answer_held_out(
     failed = sum(_is_failure(row) for row in rows)
     own_metrics = {**means, "rollouts/failed": float(failed)} if failed else means
     # Built-in metrics have priority: a task's metric of the same name is renamed to `task/<name>`.
-    numbers = _numeric_metrics(details).items()
+    # The task's are the numbers in `metrics` of its details or, without that, at their top level.
     task_metrics = {
-        f"task/{name}" if name in own_metrics else name: value for name, value in numbers
+        f"task/{name}" if name in own_metrics else name: float(value)
+        for name, value in details.get("metrics", details).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
     return EvalResult(policy, {**own_metrics, **task_metrics}, details, rows)
 
@@ -547,13 +549,3 @@ def _result_location(task: Task, policy: PolicyWeights, config: RunConfig) -> tu
 
 def _is_failure(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in ("failed", "timed_out")
-
-
-def _numeric_metrics(details: Mapping[str, Any]) -> dict[str, float]:
-    """The task's numeric metrics: those in its `metrics` sub-dict or, without one, at the top level."""
-    metrics = details.get("metrics", details)
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }

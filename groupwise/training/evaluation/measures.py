@@ -24,7 +24,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, Example, Group, Rollout
@@ -33,6 +32,7 @@ from groupwise.tasks.rewards.extracted import EXTRACTED_ANSWER
 from groupwise.training.evaluation.statistics import (
     Interval,
     majority,
+    mean_or_none,
     mean_with_interval,
     pass_at_k,
 )
@@ -202,7 +202,7 @@ def _compute_of(name: str) -> Compute | None:
         return partial(_pass_at_k, k=int(match[1]))
     if match := re.fullmatch(r"rewards/(.+)/mean", name):
         part = match[1]
-        return lambda rows: _mean_of_known(
+        return lambda rows: mean_or_none(
             row["parts"].get(part) for row in rows if row["outcome"] == "scored"
         )
     return _SIMPLE.get(re.sub(r"@\d+$", "@", name))
@@ -210,11 +210,6 @@ def _compute_of(name: str) -> Compute | None:
 
 def _written_tokens(row: Row) -> float | None:
     return row.get("written", row["tokens"])  # files of other programs may lack the distinction
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return fmean(numbers) if numbers else None
 
 
 def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
@@ -238,12 +233,12 @@ def _majority_vote(rows: Sequence[Row]) -> float | None:
 
 
 _SIMPLE: dict[str, Compute] = {
-    REWARD: lambda rows: _mean_of_known(row["reward"] for row in rows),
-    "avg@": lambda rows: _mean_of_known(row["success"] for row in _rows_with_verdict(rows)),
+    REWARD: lambda rows: mean_or_none(row["reward"] for row in rows),
+    "avg@": lambda rows: mean_or_none(row["success"] for row in _rows_with_verdict(rows)),
     "maj@": _majority_vote,
-    LENGTH: lambda rows: _mean_of_known(map(_written_tokens, rows)),
-    WHOLE_LENGTH: lambda rows: _mean_of_known(row["tokens"] for row in rows),
-    CLIPPED: lambda rows: _mean_of_known(row.get("truncated") for row in rows),
+    LENGTH: lambda rows: mean_or_none(map(_written_tokens, rows)),
+    WHOLE_LENGTH: lambda rows: mean_or_none(row["tokens"] for row in rows),
+    CLIPPED: lambda rows: mean_or_none(row.get("truncated") for row in rows),
 }
 
 

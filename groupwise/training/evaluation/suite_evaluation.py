@@ -233,7 +233,31 @@ def _run_suites(
                 )
             folder = _new_folder(results_folder, _folder_name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
-            content = _run_suite(name, model_settings, program, folder, key, request.time_limit)
+            suite, log = SUITES[name], folder / "log.txt"
+            lighteval.prepare(model_settings, folder)
+            words = lighteval.command(program, suite, model_settings, folder)
+            environment = lighteval.environment(model_settings.base_url, key, folder)
+            started_at = time.monotonic()
+            with ProcessGroup(
+                words, folder=folder, log=log, environment=environment, secret=key
+            ) as family:
+                code = family.wait(request.time_limit)
+            lighteval.tidy(folder)
+            if code is None:
+                raise RunError(
+                    f"it took longer than {request.time_limit:g} seconds. Its log is {log}"
+                )
+            if code != 0:
+                raise RunError(
+                    f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
+                )
+            try:
+                suite_scores = lighteval.read_scores(suite, folder, log)
+            except RunError as problem:
+                raise RunError(f"{problem}. Its log is {log}") from problem
+            content = _result_content(
+                name, model_settings, suite_scores, folder, time.monotonic() - started_at
+            )
         except RunError as error:
             outcome.failed[name] = str(error)
             on_progress(f"{name} failed: {error}")
@@ -243,38 +267,6 @@ def _run_suites(
             marked = {"format": FORMAT, "kind": KIND, **content}
             content["results"] = str(add_result(results_folder.parent, folder.name, marked))
         outcome.results[name] = content
-
-
-def _run_suite(
-    name: str,
-    model_settings: ModelSettings,
-    program: Sequence[str],
-    folder: Path,
-    key: str | None,
-    time_limit: float,
-) -> dict[str, Any]:
-    """Run one suite; returns the result to store. Raises RunError."""
-    suite, log = SUITES[name], folder / "log.txt"
-    lighteval.prepare(model_settings, folder)
-    words = lighteval.command(program, suite, model_settings, folder)
-    environment = lighteval.environment(model_settings.base_url, key, folder)
-    started_at = time.monotonic()
-    with ProcessGroup(words, folder=folder, log=log, environment=environment, secret=key) as family:
-        code = family.wait(time_limit)
-    lighteval.tidy(folder)
-    if code is None:
-        raise RunError(f"it took longer than {time_limit:g} seconds. Its log is {log}")
-    if code != 0:
-        raise RunError(
-            f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
-        )
-    try:
-        suite_scores = lighteval.read_scores(suite, folder, log)
-    except RunError as error:
-        raise RunError(f"{error}. Its log is {log}") from error
-    return _result_content(
-        name, model_settings, suite_scores, folder, time.monotonic() - started_at
-    )
 
 
 def _result_content(

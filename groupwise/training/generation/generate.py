@@ -100,7 +100,23 @@ def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
 
 
 async def _run_generation(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
-    _refuse_foreign(config.folder)
+    # Files of another kind might be overwritten.
+    if config.folder.exists() and not (config.folder / SETTINGS).exists():
+        if not config.folder.is_dir():
+            raise UsageError(f"{config.folder} is a file. Name a folder for the output.")
+        own_files = [
+            *config.folder.glob(SHARDS),
+            *config.folder.glob(LOCK),
+            *config.folder.glob(f"{atomic_files.BUILDING}*"),
+        ]
+        foreign_files = sorted(
+            path.name for path in config.folder.iterdir() if path not in own_files
+        )
+        if foreign_files:
+            raise UsageError(
+                f"{config.folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), "
+                "and results would be written among them. Name a new or empty folder."
+            )
     plan = _make_plan(config, await _resolve_model(config))
     if dry_run:
         return GenerateResult(_describe_plan(plan), config.folder)
@@ -119,7 +135,22 @@ async def _run_generation(config: GenerateConfig, *, dry_run: bool) -> GenerateR
 def _make_plan(config: GenerateConfig, model: str) -> Plan:
     shapes = {"model": model, **{name: getattr(config, name) for name in (*PROMPTING, *SAMPLING)}}
     shapes = json.loads(json.dumps(shapes))
-    _check_settings(config, shapes)
+    # All answers of a folder must have been requested with the same options.
+    for folder in (config.root, *sorted(config.root.glob(SHARDS))):
+        saved = _saved_settings(folder)
+        if saved is None:
+            continue
+        changed_names = [name for name in shapes if saved.get(name) != shapes[name]]
+        if changed_names:
+            lines = [
+                f"  {name}: {json.dumps(saved.get(name))} there, {json.dumps(shapes[name])} now"
+                for name in changed_names
+            ]
+            raise ResumeMismatchError(
+                f"{folder} holds answers that were asked for in another way:\n"
+                + "\n".join(lines)
+                + "\nAsk as before to go on with it, or name another output."
+            )
     prompts = read_prompts(config, {name: shapes[name] for name in ("model", *SAMPLING)})
     if prompts.ending_with_assistant:
         logger.warning(
@@ -249,26 +280,6 @@ def _shards(config: GenerateConfig) -> list[Path]:
     return [] if config.shard else sorted(config.root.glob(SHARDS))
 
 
-def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
-    """Raise ResumeMismatchError if the folder's answers were requested with other options."""
-    for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        saved = _saved_settings(folder)
-        if saved is None:
-            continue
-        changed_names = [name for name in shapes if saved.get(name) != shapes[name]]
-        if changed_names:
-            lines = [
-                f"  {name}: {json.dumps(saved.get(name))} there, {json.dumps(shapes[name])} now"
-                for name in changed_names
-            ]
-            raise ResumeMismatchError(
-                f"{folder} holds answers that were asked for in another way:\n"
-                + "\n".join(lines)
-                + "\n"
-                "Ask as before to go on with it, or name another output."
-            )
-
-
 def _saved_settings(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads((folder / SETTINGS).read_bytes())
@@ -276,25 +287,6 @@ def _saved_settings(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise StoreError(f"{folder / SETTINGS} cannot be read: {error}.") from error
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raise UsageError for a folder with files of another kind, which might be overwritten."""
-    if (folder / SETTINGS).exists() or not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is a file. Name a folder for the output.")
-    own_files = [
-        *folder.glob(SHARDS),
-        *folder.glob(LOCK),
-        *folder.glob(f"{atomic_files.BUILDING}*"),
-    ]
-    foreign_files = sorted(path.name for path in folder.iterdir() if path not in own_files)
-    if foreign_files:
-        raise UsageError(
-            f"{folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), and results would "
-            "be written among them. Name a new or empty folder."
-        )
 
 
 # --- the service ---------------------------------------------------------------------------------

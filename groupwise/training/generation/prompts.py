@@ -143,7 +143,18 @@ def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _PromptRows
         for name in template.fields:
             if name not in columns:
                 raise TaskError(no_column(label, name, columns, " in the prompt template"))
-        _check_braces(config.prompt_template, columns, column)
+        # In a template with `{{ instruction }}` single braces are literal, so one that seems to mean
+        # a column is an error; LaTeX (`\boxed{answer}`) is none.
+        if INSTRUCTION.search(config.prompt_template):
+            braces = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", config.prompt_template)
+            if column_names := [
+                name for command, name in braces if not command and name in columns
+            ]:
+                raise TaskError(
+                    f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for "
+                    f"themselves, but {{{column_names[0]}}} is a column. Write all columns in single braces, {{{column}}} "
+                    f"for {{{{ instruction }}}}; braces that are meant as such are doubled then."
+                )
     elif column not in columns:
         raise TaskError(no_column(label, column, columns, " for the prompt"))
     result = _PromptRows()
@@ -193,22 +204,6 @@ def _with_keys(
         occurrences[digest] += 1
         items.append(Item(index, prompt, columns, key))
     return items
-
-
-def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> None:
-    """Raise TaskError if single braces seem to mean a column: in a template with `{{ instruction }}` they are literal.
-
-    LaTeX (`\\boxed{answer}`) is accepted.
-    """
-    if not INSTRUCTION.search(template):
-        return
-    braces = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
-    if column_names := [name for command, name in braces if not command and name in columns]:
-        raise TaskError(
-            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{column_names[0]}}} is "
-            f"a column. Write all columns in single braces, {{{prompt_column}}} for {{{{ instruction }}}}; braces that are meant as "
-            "such are doubled then."
-        )
 
 
 class Template:

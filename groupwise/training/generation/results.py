@@ -93,7 +93,25 @@ def write_results(
         if len(generations := answers.of(item.key)) >= config.num_generations
     ]
     _write_rows(folder / GENERATIONS, _generation_rows(complete_items, answers, scores))
-    selection = _select_generations(complete_items, config, scores, counts)
+    selection: list[tuple[Item, Generation, MemberScore | None]] = []
+    for item, generations in complete_items:
+        members = scores.get(item.key, (None,) * len(generations))[: len(generations)]
+        counts.rows += 1
+        counts.generations += len(members)
+        known_scores = [score for score in members if score is not None]
+        earned = [score.reward for score in known_scores if score.reward is not None]
+        counts.rewards += earned
+        counts.best += [max(earned)] if earned else []
+        counts.unscored.update(
+            score.reason or score.outcome for score in known_scores if score.reward is None
+        )
+        verdicts = _exclusion_reasons(generations, members, config)
+        for generation, score, reason in zip(generations, members, verdicts, strict=True):
+            if reason is not None:
+                counts.left_out[reason] += 1
+                continue
+            counts.kept += 1
+            selection.append((item, generation, score))
     if not nothing_was_scored(config, counts):
         _write_rows(folder / TRAIN, (_train_row(*entry) for entry in selection))
     _write_rows(folder / FAILURES, _failure_rows(failures, items))
@@ -167,38 +185,10 @@ def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterato
         }
 
 
-def _select_generations(
-    complete_items: Sequence[tuple[Item, Sequence[Generation]]],
-    config: GenerateConfig,
-    scores: Scores,
-    counts: Counts,
-) -> list[tuple[Item, Generation, MemberScore | None]]:
-    selection: list[tuple[Item, Generation, MemberScore | None]] = []
-    for item, generations in complete_items:
-        members = scores.get(item.key, (None,) * len(generations))[: len(generations)]
-        counts.rows += 1
-        counts.generations += len(members)
-        known_scores = [score for score in members if score is not None]
-        earned = [score.reward for score in known_scores if score.reward is not None]
-        counts.rewards += earned
-        counts.best += [max(earned)] if earned else []
-        counts.unscored.update(
-            score.reason or score.outcome for score in known_scores if score.reward is None
-        )
-        verdicts = _exclusion_reasons(generations, members, config)
-        for generation, score, reason in zip(generations, members, verdicts, strict=True):
-            if reason is not None:
-                counts.left_out[reason] += 1
-                continue
-            counts.kept += 1
-            selection.append((item, generation, score))
-    return selection
-
-
 def _exclusion_reasons(
     generations: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
-    """For each generation of a row, the reason why it is left out, or None."""
+    """The reason why each generation of a row is left out, or None."""
     reasons = [_unusable_reason(generation, config) for generation in generations]
     if config.min_reward is None:
         return reasons

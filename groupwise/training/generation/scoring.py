@@ -13,7 +13,7 @@ from groupwise.core.reward_call.call import RESERVED
 from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest
 from groupwise.core.reward_call.text import as_completion
 from groupwise.tasks.rewards.inprocess import RubricScorer
-from groupwise.tasks.rewards.registry import get_reward_funcs
+from groupwise.tasks.rewards.registry import named_rubric
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.training import rollout_builder
@@ -43,7 +43,9 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     rows = {item.index: _reward_columns(item) for item in prompts.items}
     task, settings = prompts.task, prompts.task_config
     if task is None or settings is None:
-        rubric, left_out = without_tokens(_rubric_of_names(config.rewards, config.answer_column))
+        rubric, left_out = without_tokens(
+            named_rubric(config.rewards, config.answer_column, "--reward")
+        )
         rubric.check_rows(rows)
         arguments = {"rewards": list(config.rewards), "answer_column": config.answer_column}
         workers = RewardWorkers(
@@ -72,7 +74,7 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
 
 def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricScorer:
     """The factory that reward workers call for rewards by name."""
-    return RubricScorer(without_tokens(_rubric_of_names(rewards, answer_column))[0], _no_metrics)
+    return RubricScorer(without_tokens(named_rubric(rewards, answer_column, "--reward"))[0])
 
 
 def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
@@ -108,7 +110,20 @@ async def score_all(
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:
-        group = await scorer.score(_score_request(item, generations))
+        count = len(generations)
+        group = await scorer.score(
+            ScoreRequest(
+                draw=item.index,
+                prompts=[item.prompt] * count,
+                completions=[
+                    as_completion(item.prompt, generation.text) for generation in generations
+                ],
+                completion_ids=[[] for _ in range(count)],
+                columns={name: [value] * count for name, value in _reward_columns(item).items()},
+                global_step=0,
+                max_steps=1,
+            )
+        )
         scores[item.key] = group.members
         on_change(len(scores))
 
@@ -121,32 +136,9 @@ async def score_all(
     return scores
 
 
-def _rubric_of_names(rewards: Sequence[str], answer_column: str | None) -> Rubric:
-    return Rubric(
-        get_reward_funcs(rewards, {"rewards": {"answer_column": answer_column}}), where="--reward"
-    )
-
-
 def _reward_columns(item: Item) -> dict[str, Any]:
     return {
         name: value
         for name, value in item.columns.items()
         if name != PROMPT and name not in RESERVED
     }
-
-
-def _score_request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
-    count = len(generations)
-    return ScoreRequest(
-        draw=item.index,
-        prompts=[item.prompt] * count,
-        completions=[as_completion(item.prompt, generation.text) for generation in generations],
-        completion_ids=[[] for _ in range(count)],
-        columns={name: [value] * count for name, value in _reward_columns(item).items()},
-        global_step=0,
-        max_steps=1,
-    )
-
-
-def _no_metrics(*_: Any) -> dict[str, Any]:
-    return {}

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from groupwise.core.errors import PolicyMismatchError
-from groupwise.core.types import Example, Group, Policy, Rollout, SharesDevice
+from groupwise.core.types import Group, Policy, Rollout, SharesDevice
 from groupwise.tasks.data.selection import Choice
 from groupwise.tasks.rollouts.asking import Ask
 from groupwise.tasks.rollouts.prompts import as_seen
@@ -24,7 +24,23 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     training = run.config.training
     example, prompt = run.pool(choice.pool).at(choice.index)
     if choice.again is not None:
-        return reuse_recorded(run, draw, choice.again, example)
+        # The recorded group of the earlier draw is used again, with its rewards, but without advantages.
+        group = run.folder.store.group(choice.again)
+        assert group is not None, f"draw {choice.again} is in the record"
+        rollouts: list[Rollout] = []
+        for rollout in group.rollouts:  # drop the results of the step that trained on it
+            segments = tuple(
+                replace(segment, learner_logprobs=None) for segment in rollout.segments
+            )
+            rollouts.append(replace(rollout, draw=draw, advantage=None, segments=segments))
+        return replace(
+            group,
+            draw=draw,
+            example=example,
+            rollouts=tuple(rollouts),
+            origin="replay",
+            again=choice.again,
+        )
     ask = Ask(
         draw=draw,
         example=example,
@@ -37,24 +53,6 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     group = replace(await run.rollouts.sample(run.sampler, ask), origin=choice.origin)
     check_served(policy, group)
     return as_seen(run.tokenizer, group)
-
-
-def reuse_recorded(run: Run, draw: int, source_draw: int, example: Example) -> Group:
-    """The recorded group of an earlier draw, as the group of this draw: with its rewards, but without advantages."""
-    group = run.folder.store.group(source_draw)
-    assert group is not None, f"draw {source_draw} is in the record"
-    rollouts: list[Rollout] = []
-    for rollout in group.rollouts:  # drop the results of the step that trained on it
-        segments = tuple(replace(segment, learner_logprobs=None) for segment in rollout.segments)
-        rollouts.append(replace(rollout, draw=draw, advantage=None, segments=segments))
-    return replace(
-        group,
-        draw=draw,
-        example=example,
-        rollouts=tuple(rollouts),
-        origin="replay",
-        again=source_draw,
-    )
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:

@@ -63,7 +63,32 @@ def _evaluation_due(run: TaskRun) -> bool:
 
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
     """Pass an evaluation of the current policy to the callbacks, and warn if it shows reward hacking."""
-    _notice_divergence(run)
+    # The warning depends only on the record, so an evaluation that a resume finds there gives the
+    # same one again.
+    if run.signals is not None:
+        store = run.folder.store
+        evaluations = {
+            e.step: e for e in store.evaluations(rows=False) if e.asked == _stored_questions(run)
+        }
+        if run.step in evaluations:
+            # The metric's name can only be checked at the first evaluation.
+            metric, metrics = run.signals.config.held_out_metric, evaluations[run.step].metrics
+            if metric is not None and metric not in metrics and min(evaluations) == run.step:
+                run.say(
+                    f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. "
+                    f"There are: {', '.join(metrics)}"
+                )
+            finding = _divergence(run, run.signals.config, evaluations)
+            warnings_by_step = {warning.step: warning for warning in store.warnings(SIGNAL)}
+            earlier_kinds = [
+                warning.kind for step, warning in warnings_by_step.items() if step < run.step
+            ]
+            was_active = earlier_kinds[-1:] == ["begins"]
+            new_warning = change(SIGNAL, finding, run.step, was=was_active) if finding else None
+            if new_warning != warnings_by_step.get(run.step):
+                store.set_warning(run.step, SIGNAL, new_warning)
+                if new_warning is not None:
+                    run.warn(new_warning)
     await run.callbacks.announce_evaluation(_evaluation_record(run, name, result))
 
 
@@ -135,37 +160,6 @@ async def store_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalR
     run.folder.store.add_evaluation(_evaluation_record(run, name, result))
     await announce(run, name, result)
     return result
-
-
-def _notice_divergence(run: TaskRun) -> None:
-    """Warn if the held-out results got worse while the training reward rises.
-
-    This depends only on the record, so an evaluation that a resume finds there gives the same warning again.
-    """
-    if run.signals is None:
-        return
-    store = run.folder.store
-    evaluations = {
-        e.step: e for e in store.evaluations(rows=False) if e.asked == _stored_questions(run)
-    }
-    if run.step not in evaluations:
-        return
-    # The metric's name can only be checked at the first evaluation.
-    metric, metrics = run.signals.config.held_out_metric, evaluations[run.step].metrics
-    if metric is not None and metric not in metrics and min(evaluations) == run.step:
-        run.say(
-            f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. There are: "
-            f"{', '.join(metrics)}"
-        )
-    finding = _divergence(run, run.signals.config, evaluations)
-    warnings_by_step = {warning.step: warning for warning in store.warnings(SIGNAL)}
-    earlier_kinds = [warning.kind for step, warning in warnings_by_step.items() if step < run.step]
-    was_active = earlier_kinds[-1:] == ["begins"]
-    new_warning = change(SIGNAL, finding, run.step, was=was_active) if finding else None
-    if new_warning != warnings_by_step.get(run.step):
-        store.set_warning(run.step, SIGNAL, new_warning)
-        if new_warning is not None:
-            run.warn(new_warning)
 
 
 def _divergence(

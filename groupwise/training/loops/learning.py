@@ -103,7 +103,7 @@ async def _updates(
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
-    """For each update of a step, the range of its groups: contiguous, of nearly equal size, the same in every pass."""
+    """The range of groups of each update of a step: contiguous, of nearly equal size, the same in every pass."""
     count = min(training.minibatches, groups)
     bounds = [groups * index // count for index in range(count + 1)]
     for _ in range(training.num_iterations):
@@ -154,8 +154,14 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
             for r, row_logprobs in zip(rows, logprobs, strict=True)
         ]
     algorithm = run.algorithm
-    if algorithm.needs_teacher and not algorithm.needs_teacher_kl:
-        rows = await _with_teacher_logprobs(run, rows)
+    # Rows whose teacher is an endpoint have its log-probabilities already.
+    teacher_is_local = any(row.teacher_logprobs is None for row in rows)
+    if algorithm.needs_teacher and not algorithm.needs_teacher_kl and teacher_is_local:
+        logprobs = await run.learner.logprobs(rows, "teacher")
+        rows = [
+            replace(r, teacher_logprobs=row_logprobs)
+            for r, row_logprobs in zip(rows, logprobs, strict=True)
+        ]
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
@@ -168,17 +174,6 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
         ]
     remaining = iter(with_sibling_stats(rows))
     return [[next(remaining) for _ in group] for group in rows_by_group]
-
-
-async def _with_teacher_logprobs(run: Learning, rows: list[Row]) -> list[Row]:
-    """Add those of a teacher that the learner computes; rows have those of an endpoint already."""
-    if all(row.teacher_logprobs is not None for row in rows):
-        return rows
-    logprobs = await run.learner.logprobs(rows, "teacher")
-    return [
-        replace(r, teacher_logprobs=row_logprobs)
-        for r, row_logprobs in zip(rows, logprobs, strict=True)
-    ]
 
 
 async def _with_ratios(run: Learning, rows: list[Row], *, interruptible: bool) -> list[Row]:

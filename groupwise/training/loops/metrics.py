@@ -94,12 +94,18 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     texts_by_group = [
         [r.completion for r in group.rollouts] for group in groups if len(group.rollouts) > 1
     ]
+    # Metrics that reward functions logged; one with a name of the loop's becomes `task/<name>`.
+    metrics: dict[str, float] = {}
+    for name in sorted({name for group in groups for name in group.metrics}):
+        is_reserved = name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES)
+        values = (group.metrics[name] for group in groups if name in group.metrics)
+        metrics[f"task/{name}" if is_reserved else name] = fmean(values)
     return {
         **_reward_metrics(groups),
         **({DISTINCT: fmean(map(distinct_share, texts_by_group))} if texts_by_group else {}),
         **{f"rewards/{name}/mean": fmean(values) for name, values in parts.items()},
         **{f"rewards/{name}/std": _std(values) for name, values in parts.items()},
-        **_task_metrics(groups),
+        **metrics,
         "completions/mean_length": fmean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
@@ -188,16 +194,6 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward_std": fmean(_std(rewards) for rewards in scored_groups),
         "frac_reward_zero_std": fmean(ties),
     }
-
-
-def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics that reward functions logged. A metric with one of the loop's names is renamed to `task/<name>`."""
-    metrics: dict[str, float] = {}
-    for name in sorted({name for group in groups for name in group.metrics}):
-        is_reserved = name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES)
-        values = (group.metrics[name] for group in groups if name in group.metrics)
-        metrics[f"task/{name}" if is_reserved else name] = fmean(values)
-    return metrics
 
 
 def _std(values: Sequence[float]) -> float:

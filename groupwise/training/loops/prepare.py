@@ -97,7 +97,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
 
 
 def row_counts(task: Task) -> dict[str, dict[str, dict[str, int]]]:
-    """For each hook, the number of rows that were left out or changed, by reason."""
+    """The number of rows of each hook that were left out or changed, by reason."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
@@ -137,18 +137,6 @@ def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str
     ]
 
 
-def _sizes_in_plan(sizes: ModelPlan) -> dict[str, Any]:
-    return {
-        "parameters": sizes.parameters,
-        "parameters_trained": sizes.trained_parameters,
-        "parameters_active": sizes.active_parameters,
-        "memory_mib": {
-            **{key: round(value) for key, value in asdict(sizes.memory).items()},
-            "total": round(sizes.memory.total),
-        },
-    }
-
-
 def plan_of(
     prepared: Prepared,
     sizes: ModelPlan | None,
@@ -173,7 +161,19 @@ def plan_of(
             "task": prepared.task.described,
             **counts,
             **row_counts(prepared.task),
-            **(_sizes_in_plan(sizes) if sizes is not None else {}),
+            **(
+                {
+                    "parameters": sizes.parameters,
+                    "parameters_trained": sizes.trained_parameters,
+                    "parameters_active": sizes.active_parameters,
+                    "memory_mib": {
+                        **{key: round(value) for key, value in asdict(sizes.memory).items()},
+                        "total": round(sizes.memory.total),
+                    },
+                }
+                if sizes is not None
+                else {}
+            ),
             "layout": asdict(prepared.layout),
             "warnings": [*filter(None, [thread_warning]), *warnings],
             **first_examples,

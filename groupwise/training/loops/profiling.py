@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError
@@ -54,7 +53,21 @@ def profile_step(training: Training) -> Generator[None]:
         training.learner = learner
     training.progress.phase("writing the profile")
     try:
-        folder = _write_profile(training, step, trace)
+        folder = training.folder.path / PROFILE
+        folder.mkdir(exist_ok=True)
+        atomic_files.sweep(folder)
+        table = folder / f"step-{step}.txt"
+        # If sampling runs ahead, its time counts for the step that its groups belong to.
+        phases = ("sampling", "scoring", "learning", "publishing", "step")
+        seconds = {name: getattr(training.timings, name) for name in phases}
+        lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
+        table.write_text(f"{''.join(lines)}\n{trace.table()}\n", encoding="utf-8")
+        temp_path = atomic_files.building_path(folder / f"step-{step}.json")
+        try:
+            trace.write(temp_path)
+            temp_path.replace(folder / f"step-{step}.json")
+        finally:
+            temp_path.unlink(missing_ok=True)
     except OSError as error:  # the trained step matters more
         training.say(f"warning: the profile of step {step} could not be written: {error}")
     else:
@@ -69,22 +82,3 @@ def _marking_calls(training: Training) -> Generator[Trace]:
     training.learner = MarkedLearner(training.learner)
     with tracing() as trace:
         yield trace
-
-
-def _write_profile(training: Training, step: int, trace: Any) -> Path:
-    folder = training.folder.path / PROFILE
-    folder.mkdir(exist_ok=True)
-    atomic_files.sweep(folder)
-    table = folder / f"step-{step}.txt"
-    # If sampling runs ahead, its time counts for the step that its groups belong to.
-    phases = ("sampling", "scoring", "learning", "publishing", "step")
-    seconds = {name: getattr(training.timings, name) for name in phases}
-    lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
-    table.write_text(f"{''.join(lines)}\n{trace.table()}\n", encoding="utf-8")
-    temp_path = atomic_files.building_path(folder / f"step-{step}.json")
-    try:
-        trace.write(temp_path)
-        temp_path.replace(folder / f"step-{step}.json")
-    finally:
-        temp_path.unlink(missing_ok=True)
-    return folder

@@ -42,7 +42,7 @@ class FixedLag:
         self._steps: dict[int, asyncio.Task[StepBatch]] = {}
         self._sampling: dict[int, asyncio.Event] = {}
         self._ends = {run.step - 1: run.next_draw}
-        """For each step, the first draw after those of that step."""
+        """The first draw after those of each step."""
         self._caught_up = False
 
     @property
@@ -102,26 +102,23 @@ class FixedLag:
         try:
             if previous is not None and self._run.algorithm.resample_rounds:
                 await asyncio.wait((previous,))
-            return await self._rounds(step)
+            # Rounds draw the missing groups until enough are accepted, or no further round is allowed.
+            size = self._run.config.training.prompts_per_step
+            rounds_left = self._run.algorithm.resample_rounds
+            timer = _Timer()
+            accepted: list[Group] = []
+            rejected: list[Group] = []
+            next_draw = self._ends[step - 1]
+            while True:
+                draws = range(next_draw, next_draw + size - len(accepted))
+                self._ends[step] = next_draw = draws.stop
+                for group in await self._groups(step, draws, timer, is_last_round=not rounds_left):
+                    (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
+                if len(accepted) == size or not rounds_left:
+                    return timer.note(fill_step(accepted, rejected, size))
+                rounds_left -= 1
         finally:
             self._sampling.pop(step).set()
-
-    async def _rounds(self, step: int) -> StepBatch:
-        """Draw the missing groups, in rounds, until enough are accepted or the algorithm allows no further round."""
-        size = self._run.config.training.prompts_per_step
-        rounds_left = self._run.algorithm.resample_rounds
-        timer = _Timer()
-        accepted: list[Group] = []
-        rejected: list[Group] = []
-        next_draw = self._ends[step - 1]
-        while True:
-            draws = range(next_draw, next_draw + size - len(accepted))
-            self._ends[step] = next_draw = draws.stop
-            for group in await self._groups(step, draws, timer, is_last_round=not rounds_left):
-                (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
-            if len(accepted) == size or not rounds_left:
-                return timer.note(fill_step(accepted, rejected, size))
-            rounds_left -= 1
 
     async def _groups(
         self, step: int, draws: Sequence[int], timer: _Timer, *, is_last_round: bool

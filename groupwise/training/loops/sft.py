@@ -241,7 +241,28 @@ async def evaluate_if_due(run: SftRun) -> None:
     if due or is_requested:
         metrics = await _measure_held_out(run)
         _notice_conditions(run, metrics)
-        await _note_best(run, metrics.get("eval_loss"))
+        # A new best step is saved; step 0 cannot be the best.
+        loss = metrics.get("eval_loss")
+        run.evaluated_step = run.step
+        if run.step != 0 and loss is not None:
+            # Only a loss that is lower by more than the threshold resets the count of early stopping.
+            threshold = run.config.eval.early_stopping_threshold
+            if math.isfinite(loss) and (
+                run.loss_to_beat is None or loss < run.loss_to_beat - threshold
+            ):
+                run.loss_to_beat, run.not_better = loss, 0
+            else:
+                run.not_better += 1
+            if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
+                run.best = Best(run.step, loss)
+                await save(run)
+            if run.stopped_early:
+                best = (
+                    f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
+                )
+                run.say(
+                    f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
+                )
 
 
 async def _measure_held_out(run: SftRun) -> dict[str, float]:
@@ -323,27 +344,6 @@ async def _held_out_loss(
         for (lesson, _), total, count in zip(rows, losses, counts, strict=True)
     ]
     return metrics, details
-
-
-async def _note_best(run: SftRun, loss: float | None) -> None:
-    """Update early stopping and the best step with an evaluation; a new best step is saved. Step 0 cannot be the best."""
-    run.evaluated_step = run.step
-    if run.step == 0 or loss is None:
-        return
-    # Only a loss that is lower by more than the threshold resets the count of early stopping.
-    threshold = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.loss_to_beat is None or loss < run.loss_to_beat - threshold):
-        run.loss_to_beat, run.not_better = loss, 0
-    else:
-        run.not_better += 1
-    if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
-        run.best = Best(run.step, loss)
-        await save(run)
-    if run.stopped_early:
-        best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
-        run.say(
-            f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
-        )
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

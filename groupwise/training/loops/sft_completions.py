@@ -53,16 +53,6 @@ def prepare_completions(
     if completions_config is None:
         return None
     require(task, "eval")
-    config = _rl_config(loaded, task)
-    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
-    prompts = held_out_prompts(config, task, tokenizer, room)
-    rubric = rollout_builder.task_rubric(config, task, tokenizer)
-    drawing = placement.choose_layout(config, prompts.longest)
-    drawing = replace(drawing, max_tokens_per_microbatch=layout.max_tokens_per_microbatch)
-    return PreparedPrompts(config, prompts, rubric, drawing)
-
-
-def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     config, completions_config = loaded.config, loaded.config.eval.completions
     assert completions_config is not None
     rl_config: dict[str, Any] = (
@@ -94,7 +84,13 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         "pass_at_k": None,
     }
     loaded_rl = load_config({**sections, "training": training, "eval": evaluation})
-    return with_task_schema(loaded_rl, task.config_schema()).config
+    config = with_task_schema(loaded_rl, task.config_schema()).config
+    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
+    prompts = held_out_prompts(config, task, tokenizer, room)
+    rubric = rollout_builder.task_rubric(config, task, tokenizer)
+    drawing = placement.choose_layout(config, prompts.longest)
+    drawing = replace(drawing, max_tokens_per_microbatch=layout.max_tokens_per_microbatch)
+    return PreparedPrompts(config, prompts, rubric, drawing)
 
 
 @dataclass(slots=True, kw_only=True)

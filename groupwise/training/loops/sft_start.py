@@ -134,7 +134,13 @@ async def _run_in(
                 )
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
-                    _forget_best_if_rows_changed(run, prepared)
+                    # Losses on other held-out rows are not comparable, so the best step is forgotten.
+                    store, fingerprint = run.folder.store, prepared.facts["held_out"]
+                    if store.get_meta().get("held_out") != fingerprint:
+                        store.set_meta({"held_out": fingerprint})
+                        run.best = run.loss_to_beat = run.evaluated_step = None
+                        run.not_better = 0
+                        run.say("the held-out rows were changed: the best step is looked for anew")
                 _log_start(run, prepared)
                 return await _run_to_completion(run, prepared, started_at)
     finally:
@@ -191,17 +197,6 @@ async def _build_parts(
         await rollouts.close()
         await scorer.close()
         build.remove_publications(publications)
-
-
-def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
-    """Forget the best step if the held-out rows changed: losses on other rows are not comparable."""
-    store, fingerprint = run.folder.store, prepared.facts["held_out"]
-    if store.get_meta().get("held_out") == fingerprint:
-        return
-    store.set_meta({"held_out": fingerprint})
-    run.best = run.loss_to_beat = run.evaluated_step = None
-    run.not_better = 0
-    run.say("the held-out rows were changed: the best step is looked for anew")
 
 
 def _log_start(run: SftRun, prepared: SftPrepared) -> None:

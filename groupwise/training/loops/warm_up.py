@@ -72,7 +72,14 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
     sft_loaded = config_of_warm_up(loaded)
     with nullcontext() if dry_run else build.expected_ranks(sft_loaded.config):
         prepared = prepare_sft(sft_loaded, task)
-    run_folder = matching_run(prepared)
+    # The newest run of the same config, task and data; finished runs come first.
+    runs = Path(prepared.config.run.dir)
+    paths = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
+    run_folder = max(
+        paths,
+        key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
+        default=None,
+    )
     if run_folder is not None and _is_finished(run_folder):
         logger.info(
             "warm-up: the run %s was made from the same config, task and data", run_folder.name
@@ -91,7 +98,12 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
             "with the same config: it is found then."
         )
     if run_folder is None:
-        result = sft(_with_name(sft_loaded, _free_name(sft_loaded)), task)
+        # An unfinished run of that name may still be resumed, so a new one gets a number.
+        runs, name, number = Path(sft_loaded.config.run.dir), sft_loaded.run_name, 1
+        while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
+            number += 1
+            name = f"{sft_loaded.run_name}-{number}"
+        result = sft(_with_name(sft_loaded, name), task)
     elif checkpoints.newest(run_folder / CHECKPOINTS) is not None:
         result = sft(sft_loaded.config, task, resume_from=str(run_folder))
     else:  # the run was interrupted before its first checkpoint
@@ -105,15 +117,6 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
 def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:
     run = loaded.config.run.model_copy(update={"name": name})
     return loaded.config.model_copy(update={"run": run})
-
-
-def _free_name(loaded: LoadedSftConfig) -> str:
-    """The name of a new warm-up. If an unfinished run has that name, a number is added, because that run may still be resumed."""
-    runs, name, number = Path(loaded.config.run.dir), loaded.run_name, 1
-    while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
-        number += 1
-        name = f"{loaded.run_name}-{number}"
-    return name
 
 
 def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
@@ -135,17 +138,6 @@ def needs_warm_up(loaded: LoadedConfig, mode: StartMode) -> bool:
         return False
     warm_ups = find.runs_called(config_of_warm_up(loaded).run_name, runs)
     return not states or any(facts.get("state") != "finished" for _, facts in warm_ups)
-
-
-def matching_run(prepared: SftPrepared) -> Path | None:
-    """The newest run of the same config, task and data; finished runs come first. None if there is none."""
-    runs = Path(prepared.config.run.dir)
-    paths = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
-    return max(
-        paths,
-        key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
-        default=None,
-    )
 
 
 def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:

@@ -287,7 +287,7 @@ def find_side(reference: str, runs_dir: Path) -> Side:
         return side_of_file(Path(reference))
     if reference.endswith(".json") and ":" not in reference:
         raise RunNotFoundError(f"There is no file {reference}.")
-    return side_of(*_resolve_reference(reference, runs_dir))
+    return side_of(*split_reference(reference, partial(resolve_run, runs_dir=runs_dir)))
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
@@ -336,10 +336,6 @@ def split_reference(
     return *resolve(reference), ""
 
 
-def _resolve_reference(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
-    return split_reference(reference, partial(resolve_run, runs_dir=runs_dir))
-
-
 def side_of_file(path: Path) -> Side:
     """Read a side from a result file of `groupwise eval`."""
     content = read_result(path)
@@ -370,7 +366,7 @@ def _is_supervised(run: Path) -> bool:
 
 def _answers_of(reference: str, other_reference: str, rl_side: Side, runs_dir: Path) -> Side:
     """The answers of a supervised run as measured by `groupwise eval`, for a comparison with an RL run."""
-    run, step, _ = _resolve_reference(reference, runs_dir)
+    run, step, _ = split_reference(reference, partial(resolve_run, runs_dir=runs_dir))
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if side.label.startswith(policy)]
     if not sides:
@@ -435,7 +431,7 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
 
 
 def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
-    """For each example, the sum of its losses and its number of trained tokens."""
+    """The sum of each example's losses and its number of trained tokens."""
     losses: dict[int, tuple[float, int]] = {}
     for row in rows:
         total, tokens = losses.get(row["example"], (0.0, 0))

@@ -96,7 +96,13 @@ def export(
                 output, force, lambda folder: write_record(store, to, folder, steps)
             )
         return Exported(path.name, steps, to, output, file_names)
-    weights = _find_weights(run, runs_dir, trust_remote_code)
+    policy = find_policy(run, runs_dir)
+    if policy.run is None or policy.folder is None:
+        raise UsageError(
+            f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
+        )
+    step = int(policy.label.rpartition("@")[2])
+    weights = _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
     if to == "adapter" and not is_adapter(weights.folder):
         raise UsageError(
             f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
@@ -161,16 +167,6 @@ class _ExportedWeights:
     @property
     def final(self) -> bool:
         return self.folder.name == "final"
-
-
-def _find_weights(run: str, runs_dir: Path, trust_remote_code: bool) -> _ExportedWeights:
-    policy = find_policy(run, runs_dir)
-    if policy.run is None or policy.folder is None:
-        raise UsageError(
-            f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
-        )
-    step = int(policy.label.rpartition("@")[2])
-    return _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
 
 
 def _write_weights(

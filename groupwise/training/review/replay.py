@@ -238,15 +238,12 @@ def config_at_step(
     for resume in reversed(resumes[max(resumes_applied, default=0) :]):
         for key, (old_value, _) in resume.changes.items():
             if key.startswith("layout.") == (section == "layout"):
-                _set_key(config, key.removeprefix(f"{section}.").split("."), old_value)
+                tree = config
+                *sections, leaf = key.removeprefix(f"{section}.").split(".")
+                for outer in sections:
+                    tree = tree.setdefault(outer, {})
+                tree[leaf] = old_value
     return config
-
-
-def _set_key(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    *sections, leaf = keys
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[leaf] = value
 
 
 def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
@@ -337,7 +334,16 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
         )
         fingerprint = next(fingerprints, None)
     else:
-        _load_checkpoint(run, checkpoint)
+        try:
+            run.learner.load(str(checkpoint.path))
+        except (OSError, GroupwiseError) as error:
+            if checkpoint.path.is_dir():
+                raise
+            raise CheckpointError(
+                f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
+                "(run.save_total_limit). Give the command again."
+            ) from error
+        run.take_position(checkpoint.extra["position"])
         fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
     if fingerprint in (None, run.policy.fingerprint):
@@ -348,23 +354,22 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
     )
 
 
-def _load_checkpoint(run: Learning, checkpoint: Checkpoint) -> None:
-    try:
-        run.learner.load(str(checkpoint.path))
-    except (OSError, GroupwiseError) as error:
-        if checkpoint.path.is_dir():
-            raise
-        raise CheckpointError(
-            f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
-            "(run.save_total_limit). Give the command again."
-        ) from error
-    run.take_position(checkpoint.extra["position"])
-
-
 async def _replay_step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
     """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
-    groups = _trained_groups(recording, record)
+    by_draw = {group.draw: group for group in recording.store.groups(record.step)}
+    groups = [by_draw[draw] for draw in record.draws]
+    tokens_missing = any(
+        segment.source == "policy" and segment.sampling_logprobs is None
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+    )
+    if tokens_missing:
+        raise UsageError(
+            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
+            "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
+        )
     credits = run.algorithm.credits(groups)
     result = await learn(run, groups, credits, record.learning_rate)
     if result.changed:
@@ -380,24 +385,6 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
         if recording.rounding
         else None,
     )
-
-
-def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
-    """The groups that the step trained, in order. Raises UsageError if their tokens were not kept."""
-    by_draw = {group.draw: group for group in recording.store.groups(record.step)}
-    groups = [by_draw[draw] for draw in record.draws]
-    tokens_missing = any(
-        segment.source == "policy" and segment.sampling_logprobs is None
-        for group in groups
-        for rollout in group.rollouts
-        for segment in rollout.segments
-    )
-    if tokens_missing:
-        raise UsageError(
-            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
-            "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
-        )
-    return groups
 
 
 def _other_advantages(group: Group, credits: Weights) -> int:

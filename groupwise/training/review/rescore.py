@@ -32,7 +32,7 @@ from groupwise.runs.find import resolve
 from groupwise.runs.folder import RECORD, add_result, read_config, result_file
 from groupwise.runs.store import Store
 from groupwise.tasks.rewards.inprocess import InProcessScorer, RubricScorer
-from groupwise.tasks.rewards.registry import get_reward_funcs
+from groupwise.tasks.rewards.registry import named_rubric
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
 from groupwise.tasks.rollouts.score import score_group
@@ -97,7 +97,7 @@ class Agreement:
     correlation: float | None
     """Pearson's correlation over the rollouts; None if either side is constant."""
     agreement: float | None
-    """Of the pairs within a group that are not tied on both sides, the fraction that both sides order alike."""
+    """The fraction of pairs that both sides order alike, of those within a group that are not tied on both sides."""
     moved: int
     """Number of rollouts whose rank in their group changed."""
     failed: int
@@ -182,7 +182,16 @@ def rescore(
         kind = store.get_meta().get("kind", "rl")
         if kind != "rl":
             raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
-        draws_by_step = _draws_to_score(store, path.name, step, limit)
+        steps = {record.step: record.all_draws for record in store.steps()}
+        if not steps:
+            raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
+        if step is not None and step not in steps:
+            raise RunNotFoundError(
+                f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+            )
+        draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
+        by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
+        draws_by_step = {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
         target = result_file(path, judge.name)
@@ -253,11 +262,11 @@ def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
 
 def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     answer_column = loaded.config.rewards.answer_column
-    rubric = _named_rubric(rewards, answer_column)
+    rubric = named_rubric(rewards, answer_column, "--rewards")
     arguments = {"rewards": list(rewards), "answer_column": answer_column}
     limit = loaded.config.rewards.time_limit
     if rubric.stateful or loaded.config.rewards.in_process:
-        scorer = InProcessScorer(rubric, _no_metrics, time_limit=limit)
+        scorer = InProcessScorer(rubric, time_limit=limit)
     else:
         scorer = RewardWorkers(
             "groupwise.training.review.rescore:named_scorer",
@@ -269,18 +278,9 @@ def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     return _Judge(f"rescored-{'-'.join(rubric.names)}"[:100], "--rewards", rubric, scorer)
 
 
-def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
-    section = {"rewards": {"answer_column": answer_column}}
-    return Rubric(get_reward_funcs(rewards, section), where="--rewards")
-
-
 def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
     """The factory that reward workers call for rewards by name."""
-    return RubricScorer(_named_rubric(rewards, answer_column), _no_metrics)
-
-
-def _no_metrics(*_: Any) -> dict[str, Any]:
-    return {}
+    return RubricScorer(named_rubric(rewards, answer_column, "--rewards"))
 
 
 def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
@@ -301,22 +301,6 @@ def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
 
 
 # --- scoring -------------------------------------------------------------------------------------
-
-
-def _draws_to_score(
-    store: Store, name: str, step: int | None, limit: int | None
-) -> dict[int, frozenset[int]]:
-    """The draws to score, by step: those of one step or of all steps, and of these only the last `limit`."""
-    steps = {record.step: record.all_draws for record in store.steps()}
-    if not steps:
-        raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
-    if step is not None and step not in steps:
-        raise RunNotFoundError(
-            f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
-        )
-    draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
-    by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
-    return {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
 
 
 async def _rescore_steps(
@@ -538,7 +522,7 @@ def _correlation(tallies: Sequence[_Tally], scored_count: int) -> float | None:
 
 
 def _order_agreements(group: Sequence[Rescored]) -> Iterator[bool]:
-    """For each pair of a group that is not tied on both sides, whether both sides order it alike."""
+    """Whether both sides order a pair of a group alike, for each that is not tied on both sides."""
     for (x_old, x_new), (y_old, y_new) in combinations(_reward_pairs(group), 2):
         old_order, new_order = _sign(x_old - y_old), _sign(x_new - y_new)
         if old_order or new_order:

@@ -217,7 +217,14 @@ def prepare(model_settings: ModelSettings, folder: Path) -> None:
 
 def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
     """Read the result. Raises RunError unless it is complete."""
-    content = _read_result_file(folder)
+    files = list((folder / OUTPUT / "results").rglob("results_*.json"))
+    if len(files) != 1:
+        raise RunError(f"it left {len(files) or 'no'} results in {folder / OUTPUT / 'results'}")
+    try:
+        content = json.loads(files[0].read_bytes())
+    except ValueError as problem:
+        raise RunError(f"its result, {files[0]}, is no JSON ({problem})") from problem
+    content = cast("dict[str, Any]", content)
     try:
         results = content["results"].items()
         task, metrics = next(pair for pair in results if pair[0] == f"{suite.task}|0")
@@ -261,17 +268,6 @@ def details(folder: Path) -> Path:
     """The file with all answers. Raises ValueError unless there is exactly one."""
     (file,) = (folder / OUTPUT / "details").rglob("details_*.parquet")
     return file
-
-
-def _read_result_file(folder: Path) -> dict[str, Any]:
-    files = list((folder / OUTPUT / "results").rglob("results_*.json"))
-    if len(files) != 1:
-        raise RunError(f"it left {len(files) or 'no'} results in {folder / OUTPUT / 'results'}")
-    try:
-        content = json.loads(files[0].read_bytes())
-    except ValueError as error:
-        raise RunError(f"its result, {files[0]}, is no JSON ({error})") from error
-    return cast("dict[str, Any]", content)
 
 
 def _scores(folder: Path, metric: str) -> dict[str, float]:

@@ -77,7 +77,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of each of the datasets of SOME, made where a file of the working directory is called like a module."""
     folder = tmp_path_factory.mktemp("some")
     (folder / "random.py").write_text("raise RuntimeError('not the one that is meant')")
-    own = reasoning_gym._task_config(config(datasets=[named(name) for name in SOME]))
+    own = reasoning_gym.TaskConfig.of(config(datasets=[named(name) for name in SOME]))
     request = {"seed": 0, "sizes": {"train": 2 * len(SOME)}, **own.model_dump(include={"datasets"})}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
