@@ -11,6 +11,7 @@ import itertools
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,21 @@ class EnvironmentProcess:
             if not answer.get("more") or not answer["examples"]:
                 break
         return found
+
+    @property
+    def scores_groups(self) -> bool:
+        """True if it scores the attempts of a group together, by `score`."""
+        return self.opened.get("scores_groups") is True
+
+    async def score(self, rollouts: Sequence[str]) -> list[Any]:
+        """Its answers for attempts of a group. Raises CallFailed or ProcessLost."""
+        result = await self.call("score", {"rollouts": list(rollouts)})
+        answers = (
+            cast("dict[str, Any]", result).get("answers") if isinstance(result, dict) else None
+        )
+        if not isinstance(answers, list) or len(cast("list[Any]", answers)) != len(rollouts):
+            raise CallFailed(f"it answered {len(rollouts)} attempts by {result!r:.80}")
+        return cast("list[Any]", answers)
 
     def kill(self, why: str) -> None:
         """Kill it with everything that it started; calls under way raise ProcessLost."""

@@ -67,6 +67,18 @@ class _Ending:
     outcome: Outcome
     reason: str | None = None
     played: Played = field(default_factory=Played)
+    name: str = ""
+    """By which the process knows it; empty if it did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt that has ended."""
+
+    calls: PolicyCalls
+    ending: _Ending
+    repeated: bool = False
+    """True if it was played once more after its process was lost."""
 
 
 class ExternalRollouts:
@@ -107,36 +119,102 @@ class ExternalRollouts:
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
         await self._endpoint.start()
-        rollouts = await gather_all(
-            self._rollout(sampler, ask, member) for member in range(ask.members)
+        slot = self._least_busy()
+        if (process := await self._running(slot)).scores_groups:
+            slot.playing += ask.members
+            try:
+                attempts = await self._played_together(process, sampler, ask)
+            finally:
+                slot.playing -= ask.members
+        else:
+            attempts = await gather_all(
+                self._attempt(sampler, ask, member) for member in range(ask.members)
+            )
+        return Group(
+            ask.draw,
+            ask.example,
+            tuple(
+                _rollout_of(ask, member, attempt, self._trained)
+                for member, attempt in enumerate(attempts)
+            ),
         )
-        return Group(ask.draw, ask.example, tuple(rollouts))
 
-    async def _rollout(self, sampler: Sampler, ask: Ask, member: int) -> Rollout:
+    def _least_busy(self) -> _Slot:
+        return min(self._slots, key=lambda slot: slot.playing)
+
+    async def _attempt(
+        self, sampler: Sampler, ask: Ask, member: int, only_in: EnvironmentProcess | None = None
+    ) -> _Attempt:
+        """One attempt. `only_in`: the process of its group, without which it cannot be scored, so that it is not repeated in another."""
         async with self._gate:
-            slot = min(self._slots, key=lambda slot: slot.playing)
-            calls = self._calls(sampler, ask, member)
-            attempt, ending = 0, await self._play_in(slot, calls, ask, member)
-            if isinstance(ending, ProcessLost):
-                # Any of its attempts may have ended the process, so each is repeated alone.
-                async with self._alone:
-                    calls = self._calls(sampler, ask, member)
-                    attempt, ending = 1, await self._play_in(self._lone_slot, calls, ask, member)
-            if isinstance(ending, ProcessLost):
-                ending = _Ending("failed", f"the environment was lost: {ending}")
+            calls, repeated = self._calls(sampler, ask, member), False
+            try:
+                if only_in is None:
+                    ending = await self._play_in(self._least_busy(), calls, ask, member)
+                else:
+                    ending = await self._play(only_in, calls, ask, member)
+            except ProcessLost as lost:
+                ending = _lost(lost)
+                if only_in is None:
+                    # Any of its attempts may have ended the process, so each is repeated alone.
+                    async with self._alone:
+                        calls, repeated = self._calls(sampler, ask, member), True
+                        try:
+                            ending = await self._play_in(self._lone_slot, calls, ask, member)
+                        except ProcessLost as again:
+                            ending = _lost(again)
         if calls.failure is not None:
             raise calls.failure
-        return replace(_rollout_of(ask, member, calls, ending, self._trained), attempt=attempt)
+        return _Attempt(calls, ending, repeated)
 
-    async def _play_in(
-        self, slot: _Slot, calls: PolicyCalls, ask: Ask, member: int
-    ) -> _Ending | ProcessLost:
-        """Play an attempt in the process of a slot."""
+    async def _played_together(
+        self, process: EnvironmentProcess, sampler: Sampler, ask: Ask
+    ) -> list[_Attempt]:
+        """A group that the environment scores as a whole, and which has to be played in one process for that."""
+        attempts = await gather_all(
+            self._attempt(sampler, ask, member, process) for member in range(ask.members)
+        )
+        played = [
+            member
+            for member, attempt in enumerate(attempts)
+            if attempt.ending.name and attempt.ending.played.error is None
+        ]
+        if not played:
+            return attempts
+        endings = [attempts[member].ending for member in played]
+        try:
+            async with asyncio.timeout(self._limits.max_seconds):
+                answers = await process.score([ending.name for ending in endings])
+            scores = [
+                played_of(answer, attempts[member].calls.sessions)
+                for member, answer in zip(played, answers, strict=True)
+            ]
+        except TimeoutError:
+            reason = f"scoring its group took more than {self._limits.max_seconds:g} s (rollout.max_seconds)"
+            process.kill("scoring a group hung, so that it was killed")
+            endings = [replace(ending, outcome="timed_out", reason=reason) for ending in endings]
+        except (CallFailed, ProcessLost, InvalidAnswer) as error:
+            reason = f"its group could not be scored: {error}"
+            endings = [replace(ending, outcome="failed", reason=reason) for ending in endings]
+        else:
+            endings = [
+                replace(
+                    ending,
+                    played=replace(
+                        ending.played, parts=ending.played.parts + score.parts, error=score.error
+                    ),
+                )
+                for ending, score in zip(endings, scores, strict=True)
+            ]
+        for member, ending in zip(played, endings, strict=True):
+            attempts[member] = replace(attempts[member], ending=ending)
+        return attempts
+
+    async def _play_in(self, slot: _Slot, calls: PolicyCalls, ask: Ask, member: int) -> _Ending:
+        """Play an attempt in the process of a slot. Raises ProcessLost."""
         slot.playing += 1
         try:
             return await self._play(await self._running(slot), calls, ask, member)
-        except ProcessLost as lost:
-            return lost
         finally:
             slot.playing -= 1
 
@@ -193,7 +271,7 @@ class ExternalRollouts:
                     "timed_out",
                     f"the environment took more than {self._limits.max_seconds:g} s of its own time (rollout.max_seconds)",
                 )
-            return _Ending("pending", None, played_of(work.result(), calls.sessions))
+            return _Ending("pending", None, played_of(work.result(), calls.sessions), name)
         except CallFailed as error:
             return _Ending("failed", f"the environment failed: {error}")
         except InvalidAnswer as error:
@@ -229,10 +307,13 @@ class ExternalRollouts:
             await both
 
 
-def _rollout_of(
-    ask: Ask, member: int, calls: PolicyCalls, ending: _Ending, trained: TrainedTurns
-) -> Rollout:
+def _lost(lost: ProcessLost) -> _Ending:
+    return _Ending("failed", f"the environment was lost: {lost}")
+
+
+def _rollout_of(ask: Ask, member: int, attempt: _Attempt, trained: TrainedTurns) -> Rollout:
     """The attempt as a rollout. Its text is that of all turns that the environment names; its segments are those that teach."""
+    calls, ending, tries = attempt.calls, attempt.ending, int(attempt.repeated)
     played, outcome, reason = ending.played, ending.outcome, ending.reason
     ids = list(calls.turns)
     if outcome == "pending" and played.error is not None:
@@ -255,7 +336,7 @@ def _rollout_of(
         outcome, reason = "failed", f"the environment's attempt has nothing to train on: {what}"
     if not shown:
         empty = Rollout(ask.draw, member, 0, ask.prompt_ids, (), "")
-        return replace(empty, outcome=outcome, reason=reason, notes=played.notes)
+        return replace(empty, attempt=tries, outcome=outcome, reason=reason, notes=played.notes)
     whole = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
     taught = teaching or shown
     rollout = whole
@@ -267,6 +348,7 @@ def _rollout_of(
         ended_by = calls.cut_by or ("tokens" if rollout.ended_by == "tokens" else "turns")
     return replace(
         rollout,
+        attempt=tries,
         outcome=outcome,
         reason=reason,
         parts=_parts(played.parts, ids, taught) if outcome == "pending" else (),

@@ -12,6 +12,9 @@ answers:
 
     serve(Adapter())
 
+An adapter whose `open` answers `"scores_groups": True` has a method more, `async def score(self, rollouts)`, which takes the names of a
+group's attempts and returns {"answers": [{"rewards": [...], ...}]}, one for each.
+
 `chat` asks the policy, for environments that do not ask by themselves.
 """
 
@@ -98,7 +101,7 @@ def _chat(
     return answer["id"], answer["choices"][0]["message"]
 
 
-async def _serve(adapter: Adapter, connection: socket.socket) -> None:
+async def _serve(adapter: Any, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
     rollouts: dict[str, asyncio.Task[Any]] = {}
     answering: set[asyncio.Task[None]] = set()
@@ -112,6 +115,8 @@ async def _serve(adapter: Adapter, connection: socket.socket) -> None:
             if task := rollouts.get(params["rollout"]):
                 task.cancel()
             work = asyncio.ensure_future(_nothing())
+        elif method == "score":
+            work = asyncio.ensure_future(adapter.score(**params))
         else:
             work = asyncio.ensure_future(asyncio.to_thread(adapter.examples, **params))
         answer = asyncio.ensure_future(_answer(call["id"], work, writer))

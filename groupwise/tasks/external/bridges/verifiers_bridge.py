@@ -9,15 +9,21 @@ otherwise, since verifiers' own default is a rented sandbox.
 
 Where several agents are played by the policy (self-play, a proposer and a solver), the seed decides which of them learns, the same for
 a whole group, so that members are compared by the same seat. Several traces of one seat, as of best-of-n, count by their mean.
+
+In 0.1.x a reward function that raises is logged and counts as 0. A judge that cannot be reached would so teach the policy that all of its
+answers are bad. Here the attempt has failed instead.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import importlib.metadata
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import groupwise_bridge
@@ -25,6 +31,29 @@ import groupwise_bridge
 POLICY = "GROUPWISE_POLICY_KEY"
 """Variable from which verifiers reads the key of the policy. The address is the key, so that the variable need not exist."""
 SPLITS = ("train", "eval")
+
+
+_raised: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("_raised", default=None)
+
+
+class _ScoringErrors(logging.Handler):
+    """Collects what verifiers 0.1.x logs of reward functions that raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raised, text = _raised.get(), record.getMessage()
+        if raised is not None and text.startswith("Error calling"):
+            raised.append(text)
+
+
+@contextmanager
+def _collect_raised() -> Iterator[list[str]]:
+    """What reward functions raise that are called in the block, as text."""
+    raised: list[str] = []
+    token = _raised.set(raised)
+    try:
+        yield raised
+    finally:
+        _raised.reset(token)
 
 
 def load(name: str, args: dict[str, Any]) -> Any:
@@ -56,6 +85,7 @@ class VerifiersAdapter:
         return {
             "library": f"verifiers {importlib.metadata.version('verifiers')}",
             "notes": train.notes,
+            "scores_groups": any(each.scores_groups for each in self._environments.values()),
         }
 
     def examples(self, split: str, offset: int, limit: int) -> dict[str, Any]:
@@ -75,6 +105,15 @@ class VerifiersAdapter:
         kind = split if split == "train" or not self._has_eval else "train"
         return await self._environments[split].play(kind, columns["example"], call)
 
+    async def score(self, rollouts: list[str]) -> dict[str, Any]:
+        """Score attempts of one group together."""
+        for environment in self._environments.values():
+            if rollouts[0] in environment.unscored:
+                return {"answers": await environment.score(rollouts)}
+        return {
+            "answers": [{} for _ in rollouts]
+        }  # the environment of this split scores each alone
+
 
 class _Functions:
     """An environment of verifiers 0.1.x."""
@@ -83,8 +122,14 @@ class _Functions:
         import verifiers
 
         self._environment = verifiers.load_environment(name, **args)
+        logging.getLogger("verifiers.rubrics").addHandler(_ScoringErrors(logging.ERROR))
         self.notes: list[str] = []
-        self._clients: dict[str, Any] = {}
+        together = getattr(self._environment, "requires_group_rollouts", False)
+        self.scores_groups = together and self._environment.rubric.has_group_rewards
+        if together and not self.scores_groups:
+            self.notes.append("its scores of whole groups are not asked: only a rubric's are")
+        self.unscored: dict[str, Any] = {}
+        """States of attempts that wait for the rest of their group, by the attempt's name."""
 
     def rows(self, split: str, offset: int, limit: int) -> list[tuple[Any, dict[str, Any]]]:
         """Prompts and answers."""
@@ -108,6 +153,7 @@ class _Functions:
 
     async def play(self, split: str, index: int, call: dict[str, Any]) -> dict[str, Any]:
         """One attempt, scored by the environment's rubric."""
+        from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
 
         environment, limits = self._environment, call["limits"]
@@ -120,19 +166,48 @@ class _Functions:
         )
         row = dict(self._data(split)[index])
         row.setdefault("example_id", index)
-        output = await environment.run_rollout(
-            row, client=client, model=call["model"], sampling_args=dict(call["sampling"])
-        )
-        error = output.get("error")
-        if error:
-            return {"error": _error_words(error), "stopped": output.get("stop_condition")}
-        metrics = {k: v for k, v in (output.get("metrics") or {}).items() if _is_number(v)}
-        rewards = self._rewards(float(output["reward"]), metrics)
-        return {
-            "rewards": rewards,
-            "metrics": {k: v for k, v in metrics.items() if k not in {r["name"] for r in rewards}},
+        sampling = dict(call["sampling"])
+        if self.scores_groups:
+            output = await environment.rollout(row, resolve_client(client), call["model"], sampling)
+            scores = {}
+        else:
+            with _collect_raised() as raised:
+                output = await environment.run_rollout(
+                    row, client=client, model=call["model"], sampling_args=sampling
+                )
+            scores = self._scores(output, raised)
+        ending = {
             "stopped": output.get("stop_condition"),
             "truncated": bool(output.get("is_truncated")),
+        }
+        if error := output.get("error"):
+            if self.scores_groups:
+                await environment.rubric.cleanup(output)
+            return {**ending, "error": _error_words(error)}
+        if self.scores_groups:
+            self.unscored[call["rollout"]] = output
+        return {**scores, **ending}
+
+    async def score(self, rollouts: Sequence[str]) -> list[dict[str, Any]]:
+        """Score attempts of one group together."""
+        rubric = self._environment.rubric
+        states = [self.unscored.pop(name) for name in rollouts]
+        with _collect_raised() as raised:
+            await rubric.score_group(states)
+        for state in states:
+            await rubric.cleanup(state)
+        return [self._scores(state, raised) for state in states]
+
+    def _scores(self, scored: Any, raised: Sequence[str]) -> dict[str, Any]:
+        """Rewards and metrics of an attempt; an error if a function `raised`."""
+        if raised:
+            return {"error": raised[0]}
+        metrics = {k: v for k, v in (scored.get("metrics") or {}).items() if _is_number(v)}
+        rewards = self._rewards(float(scored["reward"]), metrics)
+        names = {reward["name"] for reward in rewards}
+        return {
+            "rewards": rewards,
+            "metrics": {name: value for name, value in metrics.items() if name not in names},
         }
 
     def _rewards(self, total: float, metrics: dict[str, float]) -> list[dict[str, Any]]:
@@ -172,6 +247,8 @@ class _Tasksets:
         self._serving: Any = None
         self._lock = asyncio.Lock()
         self.notes: list[str] = []
+        self.scores_groups = False
+        self.unscored: dict[str, Any] = {}
 
     def _task(self, index: int) -> Any:
         while len(self._tasks) <= index:

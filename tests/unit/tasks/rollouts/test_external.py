@@ -44,10 +44,10 @@ class SlowSampler(ScriptedSampler):
 
 @asynccontextmanager
 async def playing(
-    limits: ExternalLimits = LIMITS, workers: int = 1, slowness: float = 0.0
+    limits: ExternalLimits = LIMITS, workers: int = 1, slowness: float = 0.0, **args: Any
 ) -> AsyncGenerator[Any]:
     """A function that plays a group. `slowness`: seconds that the policy takes for a completion."""
-    rollouts = ExternalRollouts(PROGRAM, TOKENIZER, limits, workers)
+    rollouts = ExternalRollouts(replace(PROGRAM, args=args), TOKENIZER, limits, workers)
     sampler = SlowSampler(TOKENIZER, lambda seed, seen: "banana<|im_end|>")
     sampler.slowness = slowness
 
@@ -111,6 +111,19 @@ async def test_what_goes_wrong_costs_its_attempt_alone(does: str, outcome: str, 
         (after,) = await play("play")
     assert (bad.outcome, reason in str(bad.reason)) == (outcome, True), bad.reason
     assert [rollout.outcome for rollout in (*good, after)] == ["pending"] * 5
+
+
+async def test_a_group_is_scored_together_if_the_environment_says_so():
+    async with playing(workers=2, scores="well") as play:
+        group = await play("play", members=3)
+        (bad,) = await play("raises")
+    parts = [{part.name: part.value for part in rollout.parts} for rollout in group]
+    assert [(each["place"], each["letters"]) for each in parts] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert "the board fell over" in str(bad.reason)
+    async with playing(scores="badly") as play:
+        unscored = await play("play", members=2)
+    assert {rollout.outcome for rollout in unscored} == {"failed"}
+    assert "the judge is asleep" in str(unscored[0].reason)
 
 
 async def test_a_process_that_hangs_is_killed_and_its_others_are_played_again():
