@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from groupwise.cli.main import main
 from groupwise.core.types import Rollout
 from groupwise.tasks.contract import load_task
 from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
 from tests.chat import chat_tokenizer
+from tests.fake_openai_server import Service, scripted, serve
 from tests.scripted import ScriptedSampler, ask_for
 
 CONFIG = Path(__file__).parents[3] / "examples" / "11_verifiers" / "config.yaml"
@@ -27,26 +29,30 @@ LIMITS = ExternalLimits(
 TOKENIZER = chat_tokenizer("chatml")
 
 
-async def play(spec: str, say: Callable[[str], str], members: int) -> tuple[Rollout, ...]:
-    """A group of attempts at the first example; `say` gets what the policy sees."""
-    config: Any = {"task": {}, "rollout": {"start_limit": 120.0}}
+async def play(
+    spec: str, say: Callable[[int, str], str], members: int, examples: int = 1, **task_keys: Any
+) -> list[Rollout]:
+    """Attempts at the first examples; `say` gets the seed and what the policy sees."""
+    config: Any = {"task": task_keys, "rollout": {"start_limit": 120.0}}
     task = load_task(spec)
-    example = task.rl_examples(config)[0]
-    prompt = TOKENIZER.apply_chat_template(example.prompt, tokenize=True)["input_ids"]
     rollouts = ExternalRollouts(task.program(config), TOKENIZER, LIMITS)
-    sampler = ScriptedSampler(TOKENIZER, lambda seed, seen: say(seen) + "<|im_end|>")
-    ask = ask_for(
-        TOKENIZER, example.prompt, prompt, members=members, max_tokens=200, **example.columns
-    )
+    sampler = ScriptedSampler(TOKENIZER, lambda seed, seen: say(seed, seen) + "<|im_end|>")
+    played: list[Rollout] = []
     try:
-        return (await rollouts.sample(sampler, ask)).rollouts
+        for example in task.rl_examples(config)[:examples]:
+            ids = TOKENIZER.apply_chat_template(example.prompt, tokenize=True)["input_ids"]
+            ask = ask_for(
+                TOKENIZER, example.prompt, ids, members=members, max_tokens=200, **example.columns
+            )
+            played += (await rollouts.sample(sampler, ask)).rollouts
     finally:
         await rollouts.close()
+    return played
 
 
 @pytest.mark.timeout(300)
 async def test_two_turns_of_verifiers_0_1():
-    def say(seen: str) -> str:
+    def say(seed: int, seen: str) -> str:
         return "a ripe pear" if "Another one" in seen else "apple"
 
     rollouts = await play("verifiers:fruits", say, 20)
@@ -60,8 +66,41 @@ async def test_two_turns_of_verifiers_0_1():
 
 
 @pytest.mark.timeout(300)
+async def test_a_judge_of_ones_own_and_rewards_of_a_whole_group():
+    """The judge is any server of the protocol; if it fails, so does what it should have judged."""
+
+    async def refuse(number: int) -> Response | None:
+        return Response(status_code=400) if number >= 3 else None
+
+    def say(seed: int, seen: str) -> str:
+        return "rose " * (1 + seed % 7)
+
+    verdicts = scripted(lambda text, seed: "yes" if "rose rose" in text else "no")
+    with serve(Service(verdicts, models=("gpt-4.1-nano",))) as judge:
+        judge.interfere = refuse
+        variables = {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OPENAI_BASE_URL": judge.url,
+            "OPENAI_API_KEY": "any",
+        }
+        task = {"environment": "fruits", "variables": variables}
+        played = await play("verifiers:judged_poems", say, 3, examples=2, **task)
+    poems, unjudged = played[:3], played[3:]
+    lengths = [len(poem.completion) for poem in poems]
+    parts = [{part.name: (part.value, part.weight) for part in poem.parts} for poem in poems]
+    assert [each["shortest"] for each in parts] == [
+        (float(length == min(lengths)), 0.5) for length in lengths
+    ]
+    assert [each["praise"] for each in parts] == [
+        (float("rose rose" in poem.completion), 1.0) for poem in poems
+    ]
+    assert {rollout.outcome for rollout in unjudged} == {"failed"}
+    assert "praise" in str(unjudged[0].reason)
+
+
+@pytest.mark.timeout(300)
 async def test_a_tool_of_verifiers_0_4():
-    def say(seen: str) -> str:
+    def say(seed: int, seen: str) -> str:
         if seen.rpartition("<|im_start|>user")[2].startswith("\n<tool_response>"):
             return "It is " + re.findall(r"\d+", seen)[-1]
         a, b = re.findall(r"What is (\d+) \+ (\d+)", seen)[0]
