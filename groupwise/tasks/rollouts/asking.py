@@ -39,7 +39,12 @@ class Ask:
 
 
 class RolloutKind(Protocol):
-    """One way of making rollouts. Implementations: `Single`, `TwoStage`, `EnvironmentRollouts`."""
+    """One way of making rollouts. Implementations: `Single`, `TwoStage`, `EnvironmentRollouts`, `ExternalRollouts`."""
+
+    @property
+    def unrepeatable(self) -> str | None:
+        """What a resume plays again without knowing whether the same seeds give the same rollouts; None if they do."""
+        ...
 
     async def start(self) -> None:
         """Prepare, including worker processes. Optional: the first sample does it too."""

@@ -96,6 +96,8 @@ class _Attempt:
 class EnvironmentRollouts:
     """Rollouts in the task's environment; a `RolloutKind`."""
 
+    unrepeatable = None
+
     def __init__(
         self,
         host: EnvironmentHost,

@@ -103,6 +103,13 @@ class ExternalRollouts:
         self._gate = asyncio.Semaphore(limits.max_concurrent)
         self._names = 0
 
+    @property
+    def unrepeatable(self) -> str | None:
+        """See `RolloutKind.unrepeatable`. Only a process that has been started can say that it repeats itself."""
+        process = self._slots[0].process
+        repeats = process is not None and process.opened.get("repeats") is True
+        return None if repeats else self._program.described
+
     async def start(self) -> None:
         """Start the endpoint and all processes. Raises EnvironmentWorkerError if one cannot be."""
         await self._endpoint.start()

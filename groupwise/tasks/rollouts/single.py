@@ -23,6 +23,8 @@ ToText = Callable[[Sequence[int]], str]
 class Single:
     """One completion for each member; a `RolloutKind`."""
 
+    unrepeatable = None
+
     def __init__(self, to_text: ToText) -> None:
         self._to_text = to_text
 

@@ -31,6 +31,8 @@ from groupwise.tasks.rollouts.single import policy_segment
 class TwoStage:
     """Reasoning, then an answer; a `RolloutKind`."""
 
+    unrepeatable = None
+
     def __init__(self, config: RolloutConfig, tokenizer: Any) -> None:
         self._config = config
         self._tokenizer = tokenizer

@@ -20,7 +20,7 @@ from groupwise.runs.checkpoints import Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.record_segments import PIECE, RebuiltRecord
-from groupwise.runs.records import ResumeRecord
+from groupwise.runs.records import ResumeRecord, Rewound
 from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved_values
@@ -231,8 +231,11 @@ def copy_start_weights(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded
     return loaded
 
 
-def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption) -> None:
-    """Restore weights, optimiser, position and record to the checkpoint. Later steps are drawn again from their seeds."""
+def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption) -> Rewound:
+    """Restore weights, optimiser, position and record to the checkpoint. Later steps are drawn again from their seeds.
+
+    Returns what was dropped from the record.
+    """
     checkpoint = resumption.point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
@@ -253,6 +256,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     )
     note = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
     run.say(f"resumed after {run.step} steps{note}")
+    return dropped
 
 
 def _resume_warnings(

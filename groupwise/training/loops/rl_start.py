@@ -220,8 +220,9 @@ async def run_in(
                     folder, prepared, parts, scorer, rollouts, progress, interruption, publications
                 )
                 run.callbacks = callbacks
+                dropped = None
                 if resumption is not None:
-                    restore_checkpoint(run, prepared, resumption)
+                    dropped = restore_checkpoint(run, prepared, resumption)
                     notice_changed_questions(run, prepared.facts[HELD_OUT_KEY])
                 log_start(run, prepared)
                 run.policy = await run.learner.publish(run.policy.version)
@@ -230,6 +231,11 @@ async def run_in(
                 # A server of the run's own starts now, which may take minutes.
                 await interruption.allow(load_policy(run, run.policy))
                 await starting
+                if dropped is not None and rollouts.unrepeatable is not None:
+                    run.say(
+                        f"{rollouts.unrepeatable} plays all attempts after step {run.step} again from their beginning, "
+                        f"{dropped.rollouts} recorded ones among them; whether it repeats itself is not known"
+                    )
                 if run.teaching is not None:
                     await interruption.allow(run.teaching.start())
                 return await run_to_completion(run, prepared, started_at)

@@ -68,6 +68,14 @@ async def test_seats_of_self_play_are_groups_of_their_own():
 
 
 @pytest.mark.timeout(300)
+async def test_games_that_are_played_at_once_do_not_shift_each_others_luck():
+    """Cards of Blackjack are drawn as they are asked for, from the random numbers of the process."""
+    first, second = await play("textarena:Blackjack-v0", lambda seed, seen: "[Hit]<|im_end|>", 1)
+    assert first.messages == second.messages
+    assert len(first.segments) > 1
+
+
+@pytest.mark.timeout(300)
 async def test_steps_of_openenv_add_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parent)
 

@@ -14,9 +14,17 @@ The game's messages to a seat are messages of the user; its own moves are those 
 from __future__ import annotations
 
 import importlib.metadata
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import groupwise_bridge
+
+try:
+    import numpy.random as numpy_random
+except ImportError:  # only some games need it
+    numpy_random = None
 
 TRAIN, HELD_OUT = "train", "eval"
 HELD_OUT_EVERY = 10
@@ -39,7 +47,7 @@ class TextArena:
         self._args = {TRAIN: args, HELD_OUT: args if eval_args is None else eval_args}
         self._apart = eval_args is not None
         self._players = {split: self._seats(args) for split, args in self._args.items()}
-        return {"library": f"textarena {importlib.metadata.version('textarena')}", "notes": []}
+        return {"library": f"textarena {importlib.metadata.version('textarena')}", "repeats": True}
 
     def examples(self, split: str, offset: int, limit: int) -> dict[str, Any]:
         """Each seat of each seed, with what the game tells it first."""
@@ -61,13 +69,16 @@ class TextArena:
         """One game to its end, all seats played by the policy."""
         columns = call["example"]["columns"]
         learner, split = columns["seat"], columns["split"]
-        game = self._make(self._args[split])
-        game.reset(num_players=self._players[split], seed=columns["game_seed"])
+        chance = _Chance(columns["game_seed"])
+        with chance.own():
+            game = self._make(self._args[split])
+            game.reset(num_players=self._players[split], seed=columns["game_seed"])
         talks: dict[int, list[dict[str, Any]]] = {}
         ids: list[str] = []
         done = truncated = False
         while not done:
-            seat, observation = game.get_observation()
+            with chance.own():
+                seat, observation = game.get_observation()
             talk = talks.setdefault(seat, [])
             talk.append({"role": "user", "content": _told(observation, seat) or "Your turn."})
             try:
@@ -78,7 +89,8 @@ class TextArena:
             move = message["content"] or ""
             talk.append({"role": "assistant", "content": move})
             ids += [id] if seat == learner else []
-            done, _ = game.step(action=move)
+            with chance.own():
+                done, _ = game.step(action=move)
         rewards, info = game.close() if done else ({}, {})
         about = (info or {}).get(learner) or {}
         return {
@@ -123,6 +135,38 @@ class TextArena:
         raise ValueError(
             f"{self._name} cannot be played by {wanted or '1 or 2'}: {problem}. Set args.players."
         )
+
+
+class _Chance:
+    """The random numbers of one game: games draw from the process's, which others that are played meanwhile would shift."""
+
+    def __init__(self, seed: int) -> None:
+        self._states: tuple[Any, Any] = _random_states()
+        with self.own():
+            random.seed(seed)
+            if numpy_random is not None:
+                numpy_random.seed(seed)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within the block the process's numbers are those of this game."""
+        others = _random_states()
+        _take(self._states)
+        try:
+            yield
+        finally:
+            self._states = _random_states()
+            _take(others)
+
+
+def _random_states() -> tuple[Any, Any]:
+    return random.getstate(), numpy_random and numpy_random.get_state()
+
+
+def _take(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if numpy_random is not None:
+        numpy_random.set_state(states[1])
 
 
 def _told(observation: Any, seat: int) -> str:

@@ -343,10 +343,15 @@ def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _plain(messages: Any) -> Any:
-    """Messages without keys that hold None, as dictionaries."""
+    """Messages without keys that hold None, as dictionaries; of pictures only that they are there, since a prompt is shown as text."""
     if isinstance(messages, str):
         return messages
-    dumped = [m if isinstance(m, dict) else m.model_dump(mode="json") for m in messages]
+    dumped = [dict(m) if isinstance(m, dict) else m.model_dump(mode="json") for m in messages]
+    for message in dumped:
+        if isinstance(parts := message.get("content"), list):
+            message["content"] = "\n".join(
+                part.get("text") or f"[{part['type']}]" for part in parts
+            )
     return [{k: v for k, v in message.items() if v is not None} for message in dumped]
 
 
