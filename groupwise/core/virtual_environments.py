@@ -35,6 +35,13 @@ def make(
     """
     # No pip inside: that would need ensurepip, which some systems leave out.
     venv.create(folder, with_pip=False)
+    return add_packages(folder, words, what=what, say=say, environment=environment)
+
+
+def add_packages(
+    folder: Path, words: Sequence[str], *, what: str, say: bool, environment: Mapping[str, str]
+) -> bool:
+    """Install what `words` ask for into the virtual environment in `folder`; see `make`."""
     target = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip"]
     has_pip = subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode == 0

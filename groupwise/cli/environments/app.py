@@ -59,8 +59,9 @@ def install(
         library = KINDS[kind].library
         version = made.version_of(library)
         typer.echo(f"{made.name}: {library} {version}, {made.python}")
-        of_kind = made.name == KINDS[kind].environment  # it has many environments in it
-        typer.echo(f"Use it: --task-module {kind}:{'NAME' if of_kind else made.name}")
+        usual = KINDS[kind].environment  # not null: it has many environments in it
+        where = "" if usual in (None, made.name) else f" task.environment={made.name}"
+        typer.echo(f"Use it: --task-module {kind}:{made.name if usual is None else 'NAME'}{where}")
 
 
 def list_environments(as_json: AsJson = False) -> None:

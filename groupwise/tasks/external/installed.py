@@ -26,7 +26,7 @@ from groupwise.core import atomic_files
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import UsageError
 from groupwise.core.plugins import nearest
-from groupwise.core.virtual_environments import LOCK, exclusive, make
+from groupwise.core.virtual_environments import LOCK, add_packages, exclusive, make
 from groupwise.tasks.external.kinds import KINDS
 
 MADE, LOCKED = "made.json", "lock.txt"
@@ -124,15 +124,26 @@ def _install_into(
     target: Path, requirements: Sequence[str], locked: Path | None, say: bool
 ) -> None:
     report = target / "report.json"
-    words = [*requirements] if locked is None else ["--no-deps", "-r", str(locked)]
     variables = {name: value for name, value in os.environ.items() if name not in OF_OURS}
+    install_packages: dict[str, Any] = {
+        "what": requirements[0],
+        "say": say,
+        "environment": variables,
+    }
+    if locked is None:
+        make(target, [f"--report={report}", *requirements], **install_packages)
+        return
+    # pip checks the hashes of all packages of a call or of none, and folders and git addresses have none.
+    lines = locked.read_text(encoding="utf-8").splitlines()
+    hashed = [line for line in lines if "--hash=" in line]
+    (target / LOCKED).write_text("\n".join(hashed), encoding="utf-8")
     make(
         target,
-        [f"--report={report}", *words],
-        what=requirements[0],
-        say=say,
-        environment=variables,
+        [f"--report={report}", "--no-deps", "-r", str(target / LOCKED)],
+        **install_packages,
     )
+    if others := [line for line in lines if line.strip() and line not in hashed]:
+        add_packages(target, ["--no-deps", *others], **install_packages)
 
 
 def _lock_of(target: Path) -> str:

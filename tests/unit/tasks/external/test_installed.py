@@ -74,10 +74,15 @@ def test_a_folder_is_installed_anew_once_its_files_have_changed(tmp_path: Path):
 
 
 def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
+    """First what has hashes, since pip refuses to check those of some packages only."""
     lock = tmp_path / "lock.txt"
-    lock.write_text("my_game==1.0\n")
-    install("my_game", kind="verifiers", locked=lock, say=False)
-    assert pip[-1][-3:] == ["--no-deps", "-r", str(lock)]
+    address = "my_game @ git+file:///games@1f2e#subdirectory=my_game"
+    lock.write_text(f"verifiers==0.1.14 --hash=sha256:ab12\n{address}\n")
+    made = install("my_game", kind="verifiers", locked=lock, say=False)
+    assert pip[-1][-2:] == ["--no-deps", address]
+    (requirements,) = [Path(asked[-1]) for asked in pip if asked[-3:-1] == ["--no-deps", "-r"]]
+    assert requirements.read_text() == "verifiers==0.1.14 --hash=sha256:ab12"
+    assert "verifiers==0.1.14 --hash=sha256:ab12" in made.lock.read_text()
 
 
 @pytest.mark.parametrize(
