@@ -21,7 +21,7 @@ from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.plugins import printable
 from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.core.processes.program import ProcessGroup
-from groupwise.tasks.external.protocol import PROTOCOL, Program
+from groupwise.tasks.external.protocol import PROTOCOL, Program, words_of
 
 MAX_LINE = 1 << 28
 """Bytes of one answer."""
@@ -185,10 +185,10 @@ class EnvironmentProcess:
                 if answer is None or answer.done():
                     continue  # of a call that is no longer awaited
                 if (error := message.get("error")) is not None:
-                    answer.set_exception(CallFailed(printable(str(error["message"]))))
+                    answer.set_exception(CallFailed(words_of(error["message"])))
                 else:
                     answer.set_result(message["result"])
-        except (ValueError, LookupError, TypeError, OSError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError, OSError) as error:
             self.kill(f"it wrote what cannot be read: {error!r:.200}")
         else:
             assert self._group is not None, "it was started before it connected"

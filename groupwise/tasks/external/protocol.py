@@ -6,8 +6,10 @@ may send anything.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +20,14 @@ PROTOCOL = 1
 """Version of the calls, sent with `open`."""
 MAX_PARTS = 256
 """Reward parts and metrics of one attempt."""
+MAX_NAME = 200
+"""Characters of the name of a reward or a metric."""
+MAX_WORDS = 2000
+"""Characters kept of what an environment says to people: errors, and why an attempt stopped."""
+MAX_NOTES = 1 << 20
+"""Bytes of an attempt's notes as JSON."""
+MAX_DEPTH = 64
+"""Lists and objects in each other in an attempt's notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
     answer = cast("dict[str, Any]", result)
     error = answer.get("error")
     if error is not None:
-        return Played(error=printable(str(error)), notes=_notes(answer))
+        return Played(error=words_of(error), notes=_notes(answer))
     rewards = answer.get("rewards", [])
     metrics = answer.get("metrics", {})
     if not isinstance(rewards, list) or not isinstance(metrics, dict):
@@ -78,7 +88,9 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
     names = {part.name for part in parts}
     for name, value in numbers.items():
         own_name = f"metric/{name}" if name in names else name
-        parts.append(RewardPart(printable(own_name), _number(name, value), 0.0))
+        parts.append(RewardPart(_name(own_name), _number(name, value), 0.0))
+    if not math.isfinite(sum(part.value * part.weight for part in parts)):
+        raise InvalidAnswer("the sum of its rewards is no finite number")
     completions = answer.get("completions")
     if completions is not None:
         completions = tuple(_known(id, turns) for id in _list(completions, "completions"))
@@ -97,16 +109,28 @@ def _reward(entry: Any, turns: Mapping[str, int]) -> RewardPart:
         raise InvalidAnswer(f"a reward is {shown}; expected an object with `name` and `value`")
     completion = fields.get("completion")
     return RewardPart(
-        printable(name),
+        _name(name),
         _number(name, fields.get("value")),
         _number(f"{name} (weight)", fields.get("weight", 1.0)),
         None if completion is None else turns[_known(completion, turns)],
     )
 
 
+def words_of(message: object) -> str:
+    """What an environment says to people, bounded and printable."""
+    return printable(str(message)[:MAX_WORDS])
+
+
+def _name(name: str) -> str:
+    if len(name) > MAX_NAME:
+        raise InvalidAnswer(f"the name {_short(name)}… has more than {MAX_NAME} characters")
+    return printable(name)
+
+
 def _number(name: str, value: object) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
+    with suppress(OverflowError):  # an integer of any length is JSON
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
     raise InvalidAnswer(f"`{name}` is {_short(value)}; expected a finite number")
 
 
@@ -128,8 +152,27 @@ def _notes(answer: Mapping[str, Any]) -> dict[str, Any]:
     notes = answer.get("notes")
     own = dict(cast("dict[str, Any]", notes)) if isinstance(notes, dict) else {}
     if isinstance(stopped := answer.get("stopped"), str):
-        own["stopped"] = printable(stopped)
+        own["stopped"] = words_of(stopped)
+    level, depth = [cast("Any", own)], 0
+    while level and depth <= MAX_DEPTH:
+        level = [inner for value in level for inner in _inside(value)]
+        depth += 1
+    try:
+        if level:
+            raise RecursionError(f"more than {MAX_DEPTH} lists and objects in each other")
+        text = json.dumps(own, allow_nan=False, ensure_ascii=False)
+        length = len(text.encode())  # raises for half of a character, which no file can hold
+    except (ValueError, RecursionError) as error:
+        raise InvalidAnswer(f"its notes cannot be recorded: {words_of(error)}") from None
+    if length > MAX_NOTES:
+        raise InvalidAnswer(f"its notes have {length} bytes as JSON; at most {MAX_NOTES} are kept")
     return own
+
+
+def _inside(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).values()
+    return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
 def _short(value: object) -> str:
