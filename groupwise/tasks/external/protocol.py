@@ -89,7 +89,7 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
     for name, value in numbers.items():
         own_name = f"metric/{name}" if name in names else name
         parts.append(RewardPart(_name(own_name), _number(name, value), 0.0))
-    if not math.isfinite(sum(part.value * part.weight for part in parts)):
+    if not math.isfinite(sum((part.value or 0.0) * part.weight for part in parts)):
         raise InvalidAnswer("the sum of its rewards is no finite number")
     completions = answer.get("completions")
     if completions is not None:

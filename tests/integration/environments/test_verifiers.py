@@ -2,7 +2,7 @@
 
 1. Examples are listed, those that are held out too.
 2. An attempt of several turns, with a tool, is recorded with its rewards' parts and metrics, and trained as it was sampled.
-3. Two steps of training move the policy, and an evaluation scores the held-out examples.
+3. Training is recorded, a resume says what is played again, and an evaluation scores the held-out examples.
 """
 
 import json
@@ -113,24 +113,34 @@ async def test_a_tool_of_verifiers_0_4():
     assert [s.source for s in rollout.segments if s.source == "policy"] == ["policy"] * 2
 
 
-@pytest.mark.timeout(300)
-def test_it_trains_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.timeout(400)
+def test_it_trains_goes_on_and_is_evaluated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     small = [
         "model.name=tiny",
         "training.max_steps=2",
         "training.prompts_per_step=2",
         "training.num_generations=4",
-    ]
-    small += [
         "sampler.max_completion_length=8",
+        "eval.before_and_after=false",
         "run.threads=1",
-        "algorithm.beta=0.01",
+        "run.save_steps=1",
         f"run.dir={tmp_path}",
     ]
-    command = ["--config", str(CONFIG), "--task-module", "verifiers:fruits"]
-    assert main(["rl", *command, *small]) == 0
+    command = ["--config", str(CONFIG), "--task-module", "verifiers:fruits", *small]
+    assert main(["rl", *command]) == 0
+    assert main(["rl", *command, "--resume-from", "fruits@1"]) == 0
+    assert "verifiers:fruits plays all attempts after step 1 again" in caplog.text
     capfd.readouterr()
     assert main(["runs", "rollouts", "fruits", "--dir", str(tmp_path), "--json"]) == 0
     rows = json.loads(capfd.readouterr().out)
     assert len(rows) > 0
     assert {row["outcome"] for row in rows} == {"scored"}
+    output = tmp_path / "rows.jsonl"
+    drawn = ["eval.temperature=1", "--policy", "fruits", "--output", str(output), "--json"]
+    assert main(["eval", *command, *drawn]) == 0
+    evaluated = json.loads(capfd.readouterr().out)
+    assert evaluated["prompts"] == 6  # the places that it holds out
+    assert evaluated["metrics"]["rewards/words/mean"] > 0
+    assert main(["check", *command, "--json"]) == 0
