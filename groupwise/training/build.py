@@ -434,7 +434,8 @@ async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Pat
             await sampler.serve_base()
             return
         kind = "adapter" if (folder / CONFIG).is_file() else "full"
-        fingerprint = sampler.fingerprint()  # that of the weights which were read from the folder
+        # That of the weights which were read from the folder.
+        fingerprint = await asyncio.to_thread(sampler.fingerprint)
         await sampler.load(Policy("served", 0, fingerprint, kind, str(folder.resolve())))
     except BaseException:
         sampler.close()

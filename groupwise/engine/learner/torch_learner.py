@@ -26,6 +26,7 @@ from torch import Tensor
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core import atomic_files
+from groupwise.core.interruption import run_undisturbed
 from groupwise.core.types import (
     LossSpec,
     OptimiserParams,
@@ -198,8 +199,11 @@ class TorchLearner:
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. Old publications' files are removed.
 
-        Raises `StoreError` if the files cannot be written.
+        Threads hash and write the weights, which takes seconds for a large model. Raises `StoreError` if the files cannot be written.
         """
+        return await run_undisturbed(asyncio.to_thread(self._publish, version))
+
+    def _publish(self, version: int) -> Policy:
         folder = publications.version_folder(self._publish_folder, version)
         # SHA-256 takes as long as writing, and both leave other threads running.
         with ThreadPoolExecutor(1) as beside:
