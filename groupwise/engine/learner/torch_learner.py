@@ -50,6 +50,7 @@ from groupwise.engine.learner.teacher import Teacher
 from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 
@@ -278,6 +279,7 @@ class TorchLearner:
             for ids, values in zip(ids_by_row, logprobs_by_row, strict=True)
         ]
 
+    @engine_products()
     @explaining_out_of_memory("computing log-probabilities")
     def _forwards(
         self,
@@ -342,6 +344,7 @@ class TorchLearner:
         self._optimiser.state.clear()
         self._updates = 0
 
+    @engine_products()
     @explaining_out_of_memory("learning")
     def _backward(
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
@@ -386,6 +389,7 @@ class TorchLearner:
         }
 
 
+@engine_products()
 def _make_engine(
     weights: TrainedWeights,
     *,
