@@ -76,16 +76,16 @@ from tests.unit.engine.models.native.families import (
 
 _NORM_AND_TURN = {"normed", "norm_gradients", "turned_halves"}
 _ALL_FUSED = _NORM_AND_TURN | {"gated_pair", "gated_pair_gradient"}
-_SMALLEST = SMALL | {"num_hidden_layers": 1}
+_SMALLEST: dict[str, Any] = SMALL | {"num_hidden_layers": 1, "head_dim": 8}
 FUSED_MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "qwen3": (lambda: Qwen3Config(**_SMALLEST, head_dim=16), _ALL_FUSED),
+    "qwen3": (lambda: Qwen3Config(**_SMALLEST), _ALL_FUSED),
     "qwen3_moe": (  # each token takes all experts, so that rounding changes no choice
         lambda: Qwen3MoeConfig(
-            **_SMALLEST, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=24, head_dim=8
+            **_SMALLEST, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=24
         ),
         _ALL_FUSED,
     ),
-    "gemma": (lambda: GemmaConfig(**_SMALLEST, head_dim=8), _NORM_AND_TURN),  # its gate is a GELU
+    "gemma": (lambda: GemmaConfig(**_SMALLEST), _NORM_AND_TURN),  # its gate is a GELU
 }
 """Models that transformers computes, and the kernels that its modules then take."""
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")

@@ -1,6 +1,7 @@
 """Linear layers and experts that round their weights again for the gradient, against torch's autocast and weights in bfloat16."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from groupwise.engine.models.experts import experts_of
 from tests.unit.engine.models.native.families import SMALL, made
 
 SIZE = 16
+HEADS: dict[str, Any] = {"head_dim": 8}
 
 
 def passed(model: nn.Module, x: Tensor, *, rounding: bool = True) -> tuple[Tensor, list[Tensor]]:
@@ -63,8 +65,8 @@ def test_no_rounded_weight_is_kept_for_the_backward_pass(model):
 
 
 @pytest.mark.parametrize("config", [
-    Qwen3MoeConfig(**SMALL, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=24, head_dim=8),
-    GptOssConfig(**SMALL, num_experts_per_tok=2, num_local_experts=4, head_dim=8),
+    Qwen3MoeConfig(**SMALL, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=24, **HEADS),
+    GptOssConfig(**SMALL, num_experts_per_tok=2, num_local_experts=4, **HEADS),
 ], ids=["qwen3_moe", "gpt_oss"])  # fmt: skip
 def test_experts_multiply_in_bfloat16(monkeypatch, config):
     """Outputs and gradients are those of weights that were rounded before; the factors of every product are rounded."""
@@ -74,7 +76,7 @@ def test_experts_multiply_in_bfloat16(monkeypatch, config):
     formats: set[torch.dtype] = set()
     grouped_mm = F.grouped_mm
 
-    def multiply(one: Tensor, other: Tensor, **options: Tensor) -> Tensor:
+    def multiply(one: Tensor, other: Tensor, **options: Any) -> Tensor:
         formats.update((one.dtype, other.dtype))
         return grouped_mm(one, other, **options)
 

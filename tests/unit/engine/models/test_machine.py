@@ -3,6 +3,7 @@
 import os
 import platform
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_a_gpu_without_tf32_is_refused_with_the_cure(monkeypatch):
 @pytest.fixture
 def torchs_own():
     """Torch's switches, as read and as they were before."""
-    on_gpu, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    on_gpu: Any = torch.backends.cuda.matmul
+    on_cpu: Any = cast("Any", torch.backends.mkldnn).matmul
     read = lambda: (on_gpu.fp32_precision, on_cpu.fp32_precision)  # noqa: E731
     before = read()
     yield read
@@ -123,7 +125,7 @@ def test_products_are_the_runs_while_the_engine_computes_and_otherwise_the_users
 
 async def test_sampler_and_learner_compute_in_the_runs_precision(torchs_own, tmp_path):
     """Every layer of a forward and a backward pass, and of each token."""
-    before, seen = torchs_own(), list[str]()
+    before, seen = torchs_own(), list[Any]()
     weights = TrainedModel(tiny_model())
 
     def note(*_: object) -> None:
