@@ -7,6 +7,7 @@ checks themselves.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import GemmaConfig, Qwen3Config, Qwen3MoeConfig
 
 import groupwise
 from benchmarks.gpu import SIZES
@@ -39,11 +40,13 @@ from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.layout import Texts, cut
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
+from groupwise.engine.models import fused_modules
 from groupwise.engine.models.bundled import bundled_folder
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import write_tensors
+from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.load import load_model
 from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
 from groupwise.engine.models.machine import set_tf32
@@ -71,6 +74,20 @@ from tests.unit.engine.models.native.families import (
     text,
 )
 
+_NORM_AND_TURN = {"normed", "norm_gradients", "turned_halves"}
+_ALL_FUSED = _NORM_AND_TURN | {"gated_pair", "gated_pair_gradient"}
+_SMALLEST: dict[str, Any] = SMALL | {"num_hidden_layers": 1, "head_dim": 8}
+FUSED_MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "qwen3": (lambda: Qwen3Config(**_SMALLEST), _ALL_FUSED),
+    "qwen3_moe": (  # each token takes all experts, so that rounding changes no choice
+        lambda: Qwen3MoeConfig(
+            **_SMALLEST, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=24
+        ),
+        _ALL_FUSED,
+    ),
+    "gemma": (lambda: GemmaConfig(**_SMALLEST), _NORM_AND_TURN),  # its gate is a GELU
+}
+"""Models that transformers computes, and the kernels that its modules then take."""
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")
 LAYOUT = DecodeLayout(slots=16, key_length=640)
 
@@ -587,6 +604,43 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
         kernels.turned_gradient_(d_wider[:, 3:], heads, norm, turns, 1e-5)
         close(d_wider[:, 3:], d_heads)
         assert torch.equal(d_wider[:, :3], before), "its neighbours stay as they are"
+
+
+def fused_modules_are_those_of_transformers(
+    device: torch.device, dtype: torch.dtype, name: str
+) -> None:
+    """Logits and all gradients of a small model of transformers, which computes its norms, SwiGLUs and rotary positions by the kernels that
+    `FUSED_MODELS` says. A second model of the process keeps its own forward passes."""
+    config, kernels = FUSED_MODELS[name]
+    plain = made(config()).to(device, dtype).requires_grad_(True)
+    fused = copy.deepcopy(plain)
+    real: Any = import_module("groupwise.engine.models.native.triton_kernels")
+    called: set[str] = set()
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            called.add(name)
+            return getattr(real, name)
+
+    ids = torch.arange(3, 13, device=device).view(2, 5)
+    with patch.object(fused_modules, "kernels_for", lambda tensor: Counted()):
+        fuse(fused)
+        fuse(fused)
+        found = fused(input_ids=ids, use_cache=False).logits
+        weights = torch.linspace(-1, 1, found.shape[-1], device=device)
+        (found.float() * weights).sum().backward()
+        assert called == kernels
+        called.clear()
+        wanted = plain(input_ids=ids, use_cache=False).logits
+        assert not called
+    (wanted.float() * weights).sum().backward()
+    close = 1e-4 if dtype == torch.float32 else 0.1
+    theirs = dict(plain.named_parameters())
+    pairs = {name: (each.grad, theirs[name].grad) for name, each in fused.named_parameters()}
+    for part, (one, other) in {"logits": (found, wanted), **pairs}.items():
+        largest = float(other.detach().abs().max())
+        assert largest > 0, part
+        torch.testing.assert_close(one, other, atol=close * largest, rtol=0, msg=part)
 
 
 @torch.no_grad()

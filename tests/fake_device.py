@@ -28,7 +28,7 @@ class FakeDevice:
 
     @contextmanager
     def here(self, answer: bool | None = None) -> Generator[None]:
-        """Makes the device current. `answer` is what `bool(tensor)` returns; None makes any such read of a value fail."""
+        """Makes the device current. `answer` is what `bool(tensor)` and `allclose` return; None makes any such read of a value fail."""
         with self._mode, _Lists(answer):
             yield
 
@@ -67,6 +67,6 @@ class _Lists(TorchFunctionMode):
         if func is torch.tensor and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
-        if func is torch.Tensor.__bool__ and self._answer is not None:
+        if func in (torch.Tensor.__bool__, torch.allclose) and self._answer is not None:
             return self._answer
         return func(*args, **kwargs)

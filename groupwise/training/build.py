@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -110,7 +109,7 @@ class Closable:
     """The vLLM sampler whose servers hold adapters; None for other samplers."""
 
     def close(self) -> None:
-        """End the other processes and connections, if any, and leave TF32: this process may compute something else afterwards."""
+        """End the other processes and connections, if any."""
         if self.ranks is not None:
             self.ranks.close()
         if self.samplers is not None:
@@ -123,10 +122,6 @@ class Closable:
             self.service.close()
         if self.by_http is not None:
             self.by_http.close()
-        if "torch" in sys.modules:  # otherwise nothing was computed here
-            from groupwise.engine.models.machine import set_tf32
-
-            set_tf32(False)
 
     def peak_memory(self, device: str) -> int | None:
         """Peak memory in bytes, as measured by `groupwise.engine.models.probes.peak_memory`.
@@ -434,7 +429,8 @@ async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Pat
             await sampler.serve_base()
             return
         kind = "adapter" if (folder / CONFIG).is_file() else "full"
-        fingerprint = sampler.fingerprint()  # that of the weights which were read from the folder
+        # That of the weights which were read from the folder.
+        fingerprint = await asyncio.to_thread(sampler.fingerprint)
         await sampler.load(Policy("served", 0, fingerprint, kind, str(folder.resolve())))
     except BaseException:
         sampler.close()
@@ -1139,7 +1135,7 @@ def _build_sampler(
 
 
 def _prepare_process(layout: Layout) -> None:
-    """Set the number of threads and the precision of products, also for runs without TF32: this process may have had one with it before.
+    """Set the number of threads, and the precision of the run's products.
 
     With several processes, this one is the zygote, which keeps one thread: forks lose all others.
     """

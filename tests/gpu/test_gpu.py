@@ -18,7 +18,7 @@ import torch
 from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.learner import gradient_flow
-from groupwise.engine.models.machine import has_tf32, prepare_process, set_tf32
+from groupwise.engine.models.machine import engine_products, has_tf32, prepare_process, set_tf32
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
@@ -182,10 +182,8 @@ def test_a_product_in_tf32_has_eleven_bits():
     one_II = torch.eye(512, device=GPU)
     assert torch.equal(x_II @ one_II, x_II)
     set_tf32(True)
-    try:
+    with engine_products():
         assert torch.equal(x_II @ one_II, torch.ones_like(x_II))
-    finally:
-        set_tf32(False)
     assert torch.equal(x_II @ one_II, x_II)
 
 
@@ -195,6 +193,8 @@ def test_triton_kernels_give_what_torch_does(dtype):
     device_checks.kernels_with_products_are_those_of_torch(GPU, dtype)
     device_checks.tokens_are_drawn_as_torch_does(GPU, dtype)
     device_checks.numbers_of_the_head_are_those_of_torch(GPU, dtype)
+    for name in device_checks.FUSED_MODELS:
+        device_checks.fused_modules_are_those_of_transformers(GPU, dtype, name)
 
 
 def test_looking_ahead_draws_the_same(monkeypatch, tmp_path):

@@ -89,8 +89,11 @@ def test_it_learns_what_it_sampled(tmp_path, case):
     assert groupwise.rl(made, TOY).exit_code == 0
     rewards = step_values(tmp_path / "runs/toy", "reward")
     assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
-    # Rounding of float32 logits, which grow while the run learns.
-    assert max(map(abs, ratios_of(tmp_path / "runs/toy"))) < 5e-4
+    # Float32's rounding: most tokens agree to its last bits, and all do in float64, to 1e-12 (lab notes, 2026-11-29). Weights as large as
+    # these multiply a few tokens' rounding by up to a thousand.
+    ratios = sorted(map(abs, ratios_of(tmp_path / "runs/toy")))
+    assert ratios[len(ratios) // 2] < 2e-6
+    assert ratios[-1] < 5e-4
 
 
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 64, **EXPERTS}, None], ids=["adapter", "full"])

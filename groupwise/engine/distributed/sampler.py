@@ -131,12 +131,11 @@ class RankSampler:
 class RankWitness:
     """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over the `witness` that the first rank hosts.
 
-    All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
+    All calls block their thread: servers are compared with the learner between two pieces of work.
     """
 
     def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
-        self._fingerprint = str(self._call_witness("fingerprint"))
         self.vocabulary = int(self._call_witness("vocabulary"))
         """See `PolicyWitness`."""
         self.rank: int | None = self._call_witness("rank")
@@ -147,11 +146,10 @@ class RankWitness:
     def read(self, folder: str) -> None:
         """See `PolicyWitness.read`."""
         self._call_witness("read", folder)
-        self._fingerprint = str(self._call_witness("fingerprint"))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the weights in that rank's memory, as they were when they were read."""
-        return self._fingerprint
+        """See `PolicyWitness.fingerprint`."""
+        return str(self._call_witness("fingerprint"))
 
     def ipc_handles(self) -> Mapping[str, Any]:
         """See `PolicyWitness.ipc_handles`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from groupwise.engine.learner.native.product import Product
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedWeights
 from groupwise.engine.models.lora import ExactLoraLinear
+from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.native.linear import Factors, Part
 from groupwise.engine.models.native.weights import NativeModel
 
@@ -36,6 +37,7 @@ class Slope:
     """Standard error of the value, from the random inputs."""
 
 
+@engine_products()
 def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
     """How much of an AdamW update, which moves every entry of B by the learning rate, reaches the outputs.
 

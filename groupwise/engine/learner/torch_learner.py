@@ -26,6 +26,7 @@ from torch import Tensor
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core import atomic_files
+from groupwise.core.interruption import run_undisturbed
 from groupwise.core.types import (
     LossSpec,
     OptimiserParams,
@@ -49,6 +50,7 @@ from groupwise.engine.learner.teacher import Teacher
 from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 
@@ -198,8 +200,11 @@ class TorchLearner:
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. Old publications' files are removed.
 
-        Raises `StoreError` if the files cannot be written.
+        Threads hash and write the weights, which takes seconds for a large model. Raises `StoreError` if the files cannot be written.
         """
+        return await run_undisturbed(asyncio.to_thread(self._publish, version))
+
+    def _publish(self, version: int) -> Policy:
         folder = publications.version_folder(self._publish_folder, version)
         # SHA-256 takes as long as writing, and both leave other threads running.
         with ThreadPoolExecutor(1) as beside:
@@ -274,6 +279,7 @@ class TorchLearner:
             for ids, values in zip(ids_by_row, logprobs_by_row, strict=True)
         ]
 
+    @engine_products()
     @explaining_out_of_memory("computing log-probabilities")
     def _forwards(
         self,
@@ -338,6 +344,7 @@ class TorchLearner:
         self._optimiser.state.clear()
         self._updates = 0
 
+    @engine_products()
     @explaining_out_of_memory("learning")
     def _backward(
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
@@ -382,6 +389,7 @@ class TorchLearner:
         }
 
 
+@engine_products()
 def _make_engine(
     weights: TrainedWeights,
     *,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.experts import all_rows
+from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
 
@@ -109,6 +110,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._fuse_modules()
         self.body = model.get_decoder()
         self.head = cast("nn.Module", model.get_output_embeddings())
         self.config = model.config.get_text_config()
@@ -223,6 +225,10 @@ class Decoder:
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
+
+    def _fuse_modules(self) -> None:
+        """Have a GPU compute norms, SwiGLUs and rotary positions by one kernel each."""
+        fuse(self.model)
 
     def _choose_attention(self) -> None:
         """Have the model use the attention that takes text masks, if its code asks transformers' registry for its attention.

@@ -130,8 +130,31 @@ class _SortedByExpert:
             low_AR = F.grouped_mm(x_AI, down_ERI.mT, offs=self._ends_E)
             y_AO = cast("Tensor", _AtOnce.apply(x_AI, weight_EOI, low_AR, up_EOR, self._ends_E))
         else:
-            y_AO = F.grouped_mm(x_AI, weight_EOI.mT, offs=self._ends_E)
-        return y_AO + _biases(self._layer, name)[self._experts_A] if self._layer.has_bias else y_AO
+            y_AO = cast("Tensor", _Rounded.apply(x_AI, weight_EOI, self._ends_E))
+        if not self._layer.has_bias:
+            return y_AO
+        return y_AO + _biases(self._layer, name)[self._experts_A].to(y_AO.dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    """`x Wᵀ` with each token's expert, where W may be float32 and is then rounded to the format of x, and again for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_AI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_AI, weight_EOI, ends_E)
+        return F.grouped_mm(x_AI, weight_EOI.to(x_AI.dtype).mT, offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x_AI, weight_EOI, ends_E = ctx.saved_tensors
+        dy_AO = grad_outputs[0].contiguous()
+        for_x, for_weight, _ = ctx.needs_input_grad
+        dx_AI = d_EOI = None
+        if for_x:
+            dx_AI = F.grouped_mm(dy_AO, weight_EOI.to(dy_AO.dtype), offs=ends_E)
+        if for_weight:
+            d_EOI = F.grouped_mm(dy_AO.t(), x_AI, offs=ends_E).to(weight_EOI.dtype)
+        return dx_AI, d_EOI, None
 
 
 class _AtOnce(torch.autograd.Function):

@@ -15,12 +15,12 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import ConfigError
 from groupwise.engine.models.config import Dtype, ModelConfig
@@ -188,27 +188,54 @@ def prepare_process(threads: int) -> None:
         libc.mallopt(TOP_PAD, 64 << 20)
 
 
-def set_tf32(enabled: bool) -> None:
-    """Let GPUs compute float32 matrix products of this process in TF32, or exactly in float32.
+_run_products = {"tf32": False}
+"""What the run of this process chose."""
 
-    Torch has one switch for the process. It holds for a whole run, not for single passes, because recorded tokens of a GPU keep what was
-    set when they were recorded, and checks of a model ask how exact its products are. Sets torch's older switch, which also sets the newer
+
+def set_tf32(enabled: bool) -> None:
+    """Let GPUs compute float32 matrix products of sampler and learner (`engine_products`) in TF32, or exactly in float32.
+
+    It holds for a whole run: a recorded token of a GPU keeps what was set when it was recorded.
+    """
+    _run_products["tf32"] = enabled
+
+
+@contextmanager
+def engine_products() -> Generator[None]:
+    """Context manager, or decorator, for code that computes with a model: its products are what `set_tf32` chose for this run.
+
+    Torch's switch belongs to the whole process. It is restored, so that other code of the process keeps its own choice, unless another of
+    its threads multiplies at that moment. Nothing may be awaited inside. Torch's older switch is set, which also sets the newer
     `fp32_precision`: with the newer one alone, torch refuses to read the older one, which other libraries ask for. Products on the CPU
     stay as they are.
     """
     import torch
 
-    on_cpu: Any = torch.backends.mkldnn
-    previous = on_cpu.matmul.fp32_precision
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    on_cpu.matmul.fp32_precision = previous
+    tf32 = _run_products["tf32"]
+    on_gpu: Any = torch.backends.cuda.matmul
+    on_cpu: Any = cast("Any", torch.backends.mkldnn).matmul
+    previous = on_gpu.fp32_precision, on_cpu.fp32_precision
+    if (previous[0] == "tf32") == tf32:
+        yield
+        return
+    older = None
+    with suppress(RuntimeError):  # the newer switch alone was used
+        older = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    on_cpu.fp32_precision = previous[1]
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        on_gpu.fp32_precision, on_cpu.fp32_precision = previous
 
 
 def exact_products(dtype: torch.dtype) -> bool:
-    """True if matrix products of this number format are computed in float32, rounded to neither bfloat16 nor TF32."""
+    """True if sampler and learner compute matrix products of this number format in float32, rounded to neither bfloat16 nor TF32."""
     import torch
 
-    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return dtype == torch.float32 and not _run_products["tf32"]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

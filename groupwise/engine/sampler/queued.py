@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError, UsageError
+from groupwise.core.interruption import run_undisturbed
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy, TopLogprobs
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
@@ -166,10 +167,7 @@ class QueuedSampler(ABC):
             )
         self._loading = loading = asyncio.ensure_future(self._take_weights(policy))
         try:
-            await asyncio.shield(loading)
-        except asyncio.CancelledError:  # half of the new weights would be no policy
-            await asyncio.wait([loading])
-            raise
+            await run_undisturbed(loading)  # half of the new weights would be no policy
         finally:
             self._loading = None
 

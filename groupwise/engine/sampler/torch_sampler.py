@@ -26,7 +26,7 @@ from torch import Tensor
 
 from groupwise.core.types import PromptLogprobs, TopLogprobs
 from groupwise.engine.models.decoder import has_state
-from groupwise.engine.models.machine import send
+from groupwise.engine.models.machine import engine_products, send
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
 from groupwise.engine.sampler.logits import prompt_logprobs
@@ -79,7 +79,7 @@ class TorchSampler(QueuedSampler):
         await self._until_loaded()
         logprobs: list[float] = []
         best: list[TopLogprobs] = []
-        with torch.inference_mode():
+        with engine_products(), torch.inference_mode():
             for logits_TV in self._engine.prompt_logits(prompt_ids[:-1]) if prompt_ids[1:] else ():
                 following = prompt_ids[len(logprobs) + 1 :][: len(logits_TV)]
                 slice_logprobs, slice_best = prompt_logprobs(logits_TV, following, top)
@@ -98,7 +98,7 @@ class TorchSampler(QueuedSampler):
     async def _draw_waiting(self) -> None:
         """See `QueuedSampler._draw_waiting`."""
         while self._waiting or self._members:
-            with torch.inference_mode():
+            with engine_products(), torch.inference_mode():
                 self._start_waiting()
                 if self._members:
                     self._decode_one_token()
@@ -121,7 +121,8 @@ class TorchSampler(QueuedSampler):
 
     def _refresh(self) -> None:
         """See `QueuedSampler._refresh`."""
-        self._engine.refresh()
+        with engine_products():
+            self._engine.refresh()
 
     def _finish_rows(self, rows: list[DecodeRow]) -> None:
         self._engine.remove_rows(rows)
@@ -271,6 +272,7 @@ class Drawing:
         return [*zip(self.lengths, map(int, tokens), logprobs, strict=False)]
 
 
+@engine_products()
 def _make_engine(
     weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
 ) -> DecodeEngine:

@@ -110,6 +110,9 @@ class UnslothModel(AdaptedModel):
 class UnslothDecoder(Decoder):
     """Computes hidden states of whole rows only: Unsloth's attention supports only the causal mask, and has its own caches."""
 
+    def _fuse_modules(self) -> None:
+        """Keep the kernels that Unsloth has for them."""
+
     def _choose_attention(self) -> None:
         """Keep the attention that Unsloth has chosen."""
 

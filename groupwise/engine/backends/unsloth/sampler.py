@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from groupwise.engine.backends.unsloth import library
+from groupwise.engine.models.machine import engine_products
 from groupwise.engine.sampler.queued import (
     DecodeLayout,
     Member,
@@ -68,6 +69,7 @@ class UnslothSampler(QueuedSampler):
             for ticket in tickets.values():
                 self._deliver_if_finished(ticket)
 
+    @engine_products()
     def _generate_batch(self) -> None:
         """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that their ends are aligned."""
         model: Any = self._weights.model

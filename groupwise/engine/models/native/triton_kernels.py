@@ -19,6 +19,8 @@ SPAN = 1024
 """Numbers of a row that one program of an elementwise kernel computes."""
 TILE = 16
 """Rows that one program of a kernel with products computes."""
+NORM_PROGRAMS = 512
+"""Programs that share the rows of a norm whose weight has a gradient: enough for all multiprocessors, few enough for a short last sum."""
 PARTS = 16
 """Parts of a row's attention that are joined at a time."""
 VOCABULARY = 4096
@@ -34,9 +36,9 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
-    value = tl.load(x + row + at, mask=inside, other=0.0)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + epsilon)
-    factor = tl.load(weight + at, mask=inside, other=0.0)
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row + at, value * scale * factor, mask=inside)
     if GRADIENT:
         g = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32) * factor
@@ -47,13 +49,37 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gated_kernel(gate_up, y, width, SPAN: tl.constexpr):
+def _norm_gradients(
+    x, weight, dy, dx, of_weight, rows, hidden, epsilon, WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < hidden
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in range(program, rows, programs):
+        row = tl.cast(number, tl.int64) * hidden
+        value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + epsilon)
+        d = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHT:
+            total += d * value * scale
+        g = d * factor
+        mean = tl.sum(g * value, 0) / hidden
+        gradient = scale * g - scale * scale * scale * mean * value
+        tl.store(dx + row + at, gradient, mask=inside)
+    if WEIGHT:
+        tl.store(of_weight + program.to(tl.int64) * hidden + at, total, mask=inside)
+
+
+@triton.jit
+def _gated_kernel(gate, up, y, stride, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
-    gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+    g = tl.load(gate + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + at, g * tl.sigmoid(g) * u, mask=inside)
 
 
 @triton.jit
@@ -83,19 +109,48 @@ def _gated_low(
 
 
 @triton.jit
-def _gated_gradient(gate_up, dy, y, d_both, width, SPAN: tl.constexpr):
+def _gated_gradient(
+    gate, up, dy, y, d_gate, d_up, stride, width, OUTPUT: tl.constexpr, SPAN: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
-    gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dy + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    active = gate * sigmoid
-    tl.store(y + row * width + at, active * up, mask=inside)
-    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(d_both + 2 * row * width + at, d_gate, mask=inside)
-    tl.store(d_both + (2 * row + 1) * width + at, d * active, mask=inside)
+    sigmoid = tl.sigmoid(g)
+    active = g * sigmoid
+    if OUTPUT:
+        tl.store(y + row * width + at, active * u, mask=inside)
+    tl.store(d_gate + row * stride + at, d * u * sigmoid * (1 + g * (1 - sigmoid)), mask=inside)
+    tl.store(d_up + row * stride + at, d * active, mask=inside)
+
+
+@triton.jit
+def _halves_kernel(
+    x, cosines, sines, y, length, x_batch, x_head, x_token, y_batch, y_head, y_token, of_batch,
+    GRADIENT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch, place, head = token // length, token % length, tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    half: tl.constexpr = SIZE // 2
+    inside = at < half
+    of_head = x + batch * x_batch + head * x_head + place * x_token + at
+    first = tl.load(of_head, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(of_head + half, mask=inside, other=0.0).to(tl.float32)
+    turn = batch * of_batch + place * SIZE + at
+    cosine = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
+    of_second = tl.load(cosines + turn + half, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
+    sine_of_second = tl.load(sines + turn + half, mask=inside, other=0.0).to(tl.float32)
+    to = y + batch * y_batch + head * y_head + place * y_token + at
+    if GRADIENT:
+        tl.store(to, first * cosine + second * sine_of_second, mask=inside)
+        tl.store(to + half, second * of_second - first * sine, mask=inside)
+    else:
+        tl.store(to, first * cosine - second * sine, mask=inside)
+        tl.store(to + half, second * of_second + first * sine_of_second, mask=inside)
 
 
 @triton.jit
@@ -428,7 +483,7 @@ def drawn(
 
 
 def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """The root-mean-square norm of float32 rows."""
+    """The root-mean-square norm of rows."""
     return norm_with_gradient(x_NH, weight_H, epsilon, dtype, None, None)
 
 
@@ -457,7 +512,9 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F]."""
     rows, columns = gate_up_N2F.shape
     y_NF = gate_up_N2F.new_empty(rows, columns // 2, dtype=dtype)
-    _gated_kernel[_spans(y_NF)](gate_up_N2F, y_NF, columns // 2, SPAN=SPAN)
+    _gated_kernel[_spans(y_NF)](
+        *gate_up_N2F.chunk(2, dim=1), y_NF, gate_up_N2F.stride(0), columns // 2, SPAN=SPAN
+    )
     return y_NF
 
 
@@ -478,8 +535,63 @@ def gated_with_low_rank(
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
     """Recompute `silu(gate) · up`, and return it with the gradient [N, 2F] with respect to gate and up."""
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
-    _gated_gradient[_spans(y_NF)](gate_up_N2F, dy_NF, y_NF, d_N2F, dy_NF.shape[1], SPAN=SPAN)
+    _gated_gradient[_spans(y_NF)](
+        *gate_up_N2F.chunk(2, dim=1), dy_NF, y_NF, *d_N2F.chunk(2, dim=1), gate_up_N2F.stride(0), dy_NF.shape[1],
+        OUTPUT=True, SPAN=SPAN,
+    )  # fmt: skip
     return y_NF, d_N2F
+
+
+def gated_pair(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """`silu(gate) · up`, [N, F], of two tensors with equal strides, whose rows may be halves of wider ones."""
+    y_NF = gate_NF.new_empty(gate_NF.shape)
+    _gated_kernel[_spans(y_NF)](
+        gate_NF, up_NF, y_NF, gate_NF.stride(0), gate_NF.shape[1], SPAN=SPAN
+    )
+    return y_NF
+
+
+def gated_pair_gradient(
+    gate_NF: Tensor, up_NF: Tensor, dy_NF: Tensor, d_gate_NF: Tensor, d_up_NF: Tensor
+) -> None:
+    """Write the gradients of gate and up to two tensors with the strides of `gate_NF`."""
+    _gated_gradient[_spans(gate_NF)](
+        gate_NF, up_NF, dy_NF, dy_NF, d_gate_NF, d_up_NF, gate_NF.stride(0), gate_NF.shape[1],
+        OUTPUT=False, SPAN=SPAN,
+    )  # fmt: skip
+
+
+def norm_gradients(
+    x_NH: Tensor, weight_H: Tensor, epsilon: float, dy_NH: Tensor, *, of_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `normed` with respect to rows, in their number format, and to its weight, in float32. The sum over rows has a fixed
+    order."""
+    rows, hidden = x_NH.shape
+    dx_NH = torch.empty_like(x_NH)
+    programs = max(min(rows, NORM_PROGRAMS), 1)
+    parts_PH = x_NH.new_empty(programs if of_weight else 0, hidden, dtype=torch.float32)
+    _norm_gradients[(programs,)](
+        x_NH, weight_H, dy_NH, dx_NH, parts_PH, rows, hidden, epsilon, WEIGHT=of_weight, **_row_options(hidden)
+    )  # fmt: skip
+    return dx_NH, parts_PH.sum(0) if of_weight else None
+
+
+def turned_halves(
+    x_BJTD: Tensor, cosines_BTD: Tensor, sines_BTD: Tensor, *, gradient: bool = False
+) -> Tensor:
+    """Queries or keys after their rotation as transformers defines it, where each number turns with the one half a head after it.
+
+    With `gradient`, `x_BJTD` is the gradient of the output, and the result is that of the input. Cosines and sines are contiguous, and
+    [1, T, D] if all rows of the batch have the same.
+    """
+    batches, heads, length, size = x_BJTD.shape
+    y_BJTD = torch.empty_like(x_BJTD)
+    of_batch = 0 if len(cosines_BTD) == 1 else cosines_BTD.stride(0)
+    _halves_kernel[(batches * length, heads)](
+        x_BJTD, cosines_BTD, sines_BTD, y_BJTD, length, *x_BJTD.stride()[:3], *y_BJTD.stride()[:3], of_batch,
+        GRADIENT=gradient, SIZE=size, **_row_options(size // 2),
+    )  # fmt: skip
+    return y_BJTD
 
 
 def turned(

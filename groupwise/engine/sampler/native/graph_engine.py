@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.machine import send
 from groupwise.engine.models.native.facts import PAGE, multiple, pages_of_a_row
 from groupwise.engine.models.native.forward import residual_after_layers
@@ -293,9 +294,10 @@ class GraphEngine:
             copies.append(rows_SJCD.masked_fill(~seen_SC[:, None, :, None], 0.0))
         mask_SC = torch.zeros_like(seen_SC, dtype=dtype).masked_fill_(~seen_SC, -torch.inf)
         queries_SJRD = queries_SHD.to(dtype).unflatten(1, (keys_GJTD.shape[1], -1))
-        output_SJRD = F.scaled_dot_product_attention(
-            queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
-        )
+        with pinned_kernels(queries_SJRD.device):
+            output_SJRD = F.scaled_dot_product_attention(
+                queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
+            )
         return output_SJRD.flatten(1)
 
 

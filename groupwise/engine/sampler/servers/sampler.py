@@ -12,13 +12,14 @@ a second time, and seeds may be left to the servers; the run trains on the drawn
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
-from groupwise.core.interruption import gather_all
+from groupwise.core.interruption import gather_all, run_undisturbed
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.servers import probe
@@ -98,6 +99,7 @@ class ServerSampler:
         self._sync = sync
         self._own = own
         self._served: Served | None = None
+        self._fingerprint: str | None = None
         self._under_way = 0
 
     def follow_server(self, log: Path, report: Callable[[str], None]) -> None:
@@ -153,20 +155,29 @@ class ServerSampler:
                 else f"{policy.path} holds an adapter, but lora is null, so the servers are given whole models. Set lora, with its rank."
             )
         previous, self._served = self._served, None
-        self._witness.read(policy.path)
-        refuse_other_weights(policy, self._witness.fingerprint())
-        served = self._sync.offer(policy)
+        # A thread, because reading, hashing and copying take seconds for a large model.
+        served = await run_undisturbed(asyncio.to_thread(self._take_weights, policy))
         await self._prepare_all(served)
         if previous is not None and previous.folder != served.folder:
             self._sync.remove(previous)
 
+    def _take_weights(self, policy: Policy) -> Served:
+        """Read and verify the publication here, and put it where the servers find it."""
+        self._witness.read(policy.path)
+        self._fingerprint = self._witness.fingerprint()
+        refuse_other_weights(policy, self._fingerprint)
+        return self._sync.offer(policy)
+
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
-        await self._prepare_all(Served(self._base, 0, self._witness.fingerprint()))
+        await self._prepare_all(Served(self._base, 0, await asyncio.to_thread(self.fingerprint)))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the published files as read here; the servers' answers have been checked against these weights."""
-        return self._witness.fingerprint()
+        """Fingerprint of the published files as they were read here; the servers' answers have been checked against these weights. Before
+        the first `load`, of the weights that are in memory here."""
+        if self._fingerprint is None:
+            self._fingerprint = self._witness.fingerprint()
+        return self._fingerprint
 
     async def rest(self) -> None:
         """See `groupwise.core.types.SharesDevice.rest`: the run's own server sleeps, if it takes turns with the learner."""

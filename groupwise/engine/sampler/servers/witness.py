@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from groupwise.core.errors import EndpointError, ModelError
 from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.sampler.servers import nccl
 from groupwise.engine.sampler.servers.probe import Answer
@@ -137,6 +138,7 @@ class Witness:
         assert all(tensor.is_contiguous() for tensor in tensors.values())
         return tensors
 
+    @engine_products()
     def logprobs(
         self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False
     ) -> list[list[float]]:

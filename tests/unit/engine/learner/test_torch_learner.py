@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -399,18 +400,31 @@ async def test_old_publications_go_and_the_current_one_stays(make_learner):
     assert "v000000100" in kept
 
 
-async def test_weights_are_written_while_they_are_hashed(make_learner, monkeypatch):
-    """What a policy says of its weights is not on the way to its file."""
-    learner, written = make_learner(), threading.Event()
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_weights_are_hashed_while_they_are_written_and_the_event_loop_goes_on(
+    make_learner, monkeypatch, cancelled
+):
+    """A publication that is cancelled is completed first."""
+    learner, written, goes_on = make_learner(), threading.Event(), threading.Event()
     wanted, save = learner.fingerprint(), learner._weights.save
 
     def hashed() -> str:
         assert written.wait(20)
+        assert goes_on.wait(20)
         return wanted
 
     monkeypatch.setattr(learner, "fingerprint", hashed)
     monkeypatch.setattr(learner._weights, "save", lambda folder: (save(folder), written.set()))
-    assert (await learner.publish(1)).fingerprint == wanted
+    publishing = asyncio.create_task(learner.publish(1))
+    await asyncio.sleep(0)
+    if cancelled:
+        publishing.cancel()
+        await asyncio.sleep(0)
+    assert not publishing.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError) if cancelled else nullcontext():
+        assert (await publishing).fingerprint == wanted
+    assert written.is_set()
 
 
 async def test_a_version_published_again_is_written_anew(make_learner, make_rows):

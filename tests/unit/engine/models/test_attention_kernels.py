@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.backends import cuda
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -11,7 +12,11 @@ from groupwise.engine.models import decoder as decoder_module
 from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.text_mask import TextMask
-from tests.unit.engine.models.native.families import SMALL
+from groupwise.engine.sampler.native import graph_engine
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import run_eagerly
+from groupwise.engine.sampler.weights import ServedModel
+from tests.unit.engine.models.native.families import SMALL, family
 
 GPU = torch.device("cuda")
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
@@ -45,6 +50,28 @@ def test_a_model_of_one_key_head_does_without_the_efficient_kernel(monkeypatch, 
         decoder.hidden(torch.tensor([[3, 4, 5]]), positions, TextMask(3), None)
         decoder.advance(torch.tensor([[3, 4, 5]]), 0, None)
     assert seen == {(True, heads > 1, False, True)}
+    assert switches() == before
+
+
+@torch.inference_mode()
+def test_attention_to_pages_without_triton_takes_the_same_kernels(monkeypatch):
+    weights = ServedModel(family("qwen3"))
+    model = weights.native()
+    assert model is not None
+    engine = GraphEngine(model, weights, 2, 80, run_eagerly)
+    engine.add_row(engine.prefill([3, 4, 5]))
+    seen: list[tuple[bool, ...]] = []
+    attention = F.scaled_dot_product_attention
+
+    def attend(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append(switches())
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(graph_engine, "pinned_kernels", lambda _: pinned_kernels(GPU))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    before = switches()
+    engine.decode([6])
+    assert seen == [(True, True, False, True)] * len(model.layers)
     assert switches() == before
 
 

@@ -3,15 +3,28 @@
 import os
 import platform
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from groupwise.core.errors import ConfigError
+from groupwise.core.types import GroupRequest, LossSpec, Row, SamplingParams
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedModel
 from groupwise.engine.models import machine
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.machine import available_cores, choose_tf32, exact_products, set_tf32
+from groupwise.engine.models.machine import (
+    available_cores,
+    choose_tf32,
+    engine_products,
+    exact_products,
+    set_tf32,
+)
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.weights import ServedModel
 
 WIDE = "avx2 fma avx512vl avx512bw avx512dq"
 
@@ -72,20 +85,70 @@ def test_a_gpu_without_tf32_is_refused_with_the_cure(monkeypatch):
     assert not choose_tf32(ModelConfig(name="x", dtype="float32"), "cuda")
 
 
-def test_tf32_is_switched_on_and_off_for_gpus_alone():
-    on_cpu: Any = torch.backends.mkldnn
-    before = on_cpu.matmul.fp32_precision
-    try:
-        set_tf32(True)
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        assert torch.backends.cuda.matmul.allow_tf32, "as other libraries ask"
-        assert on_cpu.matmul.fp32_precision == before
-        assert not exact_products(torch.float32)
-    finally:
-        set_tf32(False)
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    assert exact_products(torch.float32)
+@pytest.fixture
+def torchs_own():
+    """Torch's switches, as read and as they were before."""
+    on_gpu: Any = torch.backends.cuda.matmul
+    on_cpu: Any = cast("Any", torch.backends.mkldnn).matmul
+    read = lambda: (on_gpu.fp32_precision, on_cpu.fp32_precision)  # noqa: E731
+    before = read()
+    yield read
+    set_tf32(False)
+    torch.set_float32_matmul_precision("highest")
+    on_gpu.fp32_precision, on_cpu.fp32_precision = before
+
+
+@pytest.mark.parametrize("own", ["highest", "high", "medium", "tf32"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_products_are_the_runs_while_the_engine_computes_and_otherwise_the_users(
+    torchs_own, own, enabled
+):
+    if own == "tf32":  # by torch's newer switch
+        torch.backends.cuda.matmul.fp32_precision = own
+    else:
+        torch.set_float32_matmul_precision(own)
+    before = torchs_own()
+    set_tf32(enabled)
+    assert torchs_own() == before
+    for _ in range(2):
+        with engine_products():
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == enabled
+            assert torchs_own()[1] == before[1], "a processor's"
+            if own != "tf32":
+                assert torch.backends.cuda.matmul.allow_tf32 == enabled, "as other libraries ask"
+        assert torchs_own() == before
+    if own != "tf32":
+        assert torch.get_float32_matmul_precision() == own
+    assert exact_products(torch.float32) != enabled
     assert not exact_products(torch.bfloat16)
+
+
+async def test_sampler_and_learner_compute_in_the_runs_precision(torchs_own, tmp_path):
+    """Every layer of a forward and a backward pass, and of each token."""
+    before, seen = torchs_own(), list[Any]()
+    weights = TrainedModel(tiny_model())
+
+    def note(*_: object) -> None:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+
+    for module in weights.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(note)
+            module.weight.register_hook(note)
+    set_tf32(True)
+    learner = TorchLearner(
+        weights, run="run", publish_folder=tmp_path, max_tokens_per_microbatch=64, seed=0
+    )
+    row = Row((5, 6), (7, 8), (1, 1), (0.0, 0.0), 1.0, 1.0)
+    await learner.forward_backward([row], LossSpec("sft"), {"sft": 1.0})
+    await learner.logprobs([row])
+    sampler = TorchSampler(
+        ServedModel(weights.model), tiny_tokenizer(), DecodeLayout(8, 64), native=False
+    )
+    await sampler.generate(GroupRequest(0, (5, 6, 7), (1,), SamplingParams(3)))
+    await sampler.prompt_logprobs((5, 6, 7), 0)
+    assert set(seen) == {"tf32"}
+    assert torchs_own() == before
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch):

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +96,27 @@ async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learne
     assert len(loaded) == len(set(loaded)) == 3
     sampler.close()
     assert server.adapters == []
+
+
+async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner, server):
+    """Neither reading nor hashing ends before the loop says so; a fingerprint is asked for at each step, and computed once."""
+    sampler = server_sampler([server.url], learner)
+    witness: Any = sampler._witness
+    goes_on, hashed = threading.Event(), []
+
+    def wait(call, *arguments):
+        assert goes_on.wait(20)
+        hashed.append(call)
+        return call(*arguments)
+
+    witness.read = partial(wait, witness.read)
+    witness.fingerprint = partial(wait, witness.fingerprint)
+    loading = asyncio.create_task(sampler.load(policy := await learner.publish(0)))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await loading
+    assert {sampler.fingerprint() for _ in range(3)} == {policy.fingerprint}
+    assert len(hashed) == 2
 
 
 async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_anew(
