@@ -21,6 +21,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
 from groupwise.engine.models.chat_template import OF_THE_MODEL
 from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.fast_tokenizer import CLASS, read_fast_tokenizer
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.models.transformers_log import quiet
 
@@ -87,16 +88,12 @@ def load_tokenizer(config: ModelConfig) -> Any:
     if config.backend == "tinker":
         return _tokenizer_of_service(config)
     resolved = resolve(config)
-    with quiet(), explaining_errors(config, resolved, "tokenizer"):
-        file = Path(resolved.location, "tokenizer_config.json")
-        facts = json.loads(file.read_text()) if resolved.local and file.is_file() else {}
-        if facts.get("tokenizer_class") == "TokenizersBackend":  # AutoTokenizer would import torch
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
-        tokenizer: Any = Loader.from_pretrained(
-            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
-        )
+    with explaining_errors(config, resolved, "tokenizer"):
+        folder = Path(resolved.location)
+        local = resolved.local and not config.trust_remote_code
+        tokenizer: Any = read_fast_tokenizer(folder) if local else None
+        if tokenizer is None:
+            tokenizer = _load_by_transformers(config, resolved)
     if config.chat_template is not None:
         template = Path(config.chat_template).expanduser()
         if not template.is_file():
@@ -104,6 +101,19 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     setattr(tokenizer, OF_THE_MODEL, config.chat_template_kwargs)
     return tokenizer
+
+
+def _load_by_transformers(config: ModelConfig, resolved: ResolvedModel) -> Any:
+    with quiet():
+        file = Path(resolved.location, "tokenizer_config.json")
+        facts = json.loads(file.read_text()) if resolved.local and file.is_file() else {}
+        if facts.get("tokenizer_class") == CLASS:  # AutoTokenizer would import torch
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return Loader.from_pretrained(
+            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
+        )
 
 
 def _tokenizer_of_service(config: ModelConfig) -> Any:
