@@ -46,7 +46,10 @@ def read_fast_tokenizer(folder: Path) -> FastTokenizer | None:
         or not all(isinstance(token, str) for token in special)
     ):
         return None
-    backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # noqa: BLE001 - it raises nothing more special for a damaged file, which transformers reports
+        return None
     added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
     marked = {token.content for token in added.values() if token.special}
     if backend.truncation or backend.padding or backend.post_processor is None:
@@ -68,11 +71,7 @@ class _Encoded(dict[str, list[int]]):
 
     def __init__(self, tokenizer: FastTokenizer, text: str, special: bool) -> None:
         tokens = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
-        super().__init__(
-            input_ids=tokens.ids,
-            token_type_ids=tokens.type_ids,
-            attention_mask=tokens.attention_mask,
-        )
+        super().__init__(input_ids=tokens.ids, attention_mask=tokens.attention_mask)
         self._again = lambda: tokenizer._load()(text, add_special_tokens=special)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,9 +33,7 @@ def run_template(
 ) -> str:
     """The text that a template writes. Raises whatever the template raises."""
     chat = [
-        _with_reasoning(
-            _plain({key: value for key, value in message.items() if value is not None})
-        )
+        _with_reasoning(_plain({key: value for key, value in message.items() if value is not None}))
         for message in messages
     ]
     return _compiled(template).render(
@@ -151,4 +149,4 @@ def _to_json(
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - a template asks for local time
+    return datetime.now().strftime(form)
