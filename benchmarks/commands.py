@@ -31,7 +31,7 @@ WORSE = 1.3
 YARDSTICK = "import asyncio, email.mime.text, http.client, sqlite3, unittest.mock, xml.dom.minidom"
 TINY = "-t sort_words model.name=tiny"
 SMALL = 0.5
-COMMANDS: tuple[tuple[str, float], ...] = (
+COMMANDS: tuple[tuple[str, float | None], ...] = (
     ("--help", SMALL),
     ("rl --help", SMALL),
     ("fleet submit --help", SMALL),
@@ -49,11 +49,11 @@ COMMANDS: tuple[tuple[str, float], ...] = (
     ("fleet status", SMALL),
     ("fleet vm list", SMALL),
     ("fleet submit -- true", SMALL),
-    ("launch local --dry-run --script job.py", 1.0),
+    ("launch local --dry-run --script job.py", None),
     (f"check {TINY}", 2.0),
-    ("init -t sort_words -m tiny --no-measure --force", 2.0),
+    ("init -t sort_words -m tiny --no-measure --force", None),
 )
-"""Command lines and their targets in seconds."""
+"""Command lines and their targets in seconds; None: there is none."""
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
                 words = [sys.executable, "-m", "groupwise", *shlex.split(line)]
                 taken = processor_seconds(words, folder, variables, given.repetitions)
                 seconds[line.replace(f"{ROOT}/", "")] = taken
-                missed = "" if taken <= target else f"  target {target} s missed"
+                missed = "" if target is None or taken <= target else f"  target {target} s missed"
                 print(f"{taken:6.2f} s  {line.replace(f'{ROOT}/', '')}{missed}", flush=True)
     if given.store:
         result = {"machine": described, "yardstick": yardstick, "seconds": seconds}

@@ -70,8 +70,8 @@ class _Encoded(dict[str, list[int]]):
     """Tokens of one text; it has what transformers' `BatchEncoding` has, which is made if it is asked for."""
 
     def __init__(self, tokenizer: FastTokenizer, text: str, special: bool) -> None:
-        tokens = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
-        super().__init__(input_ids=tokens.ids, attention_mask=tokens.attention_mask)
+        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
+        super().__init__(input_ids=ids, attention_mask=[1] * len(ids))
         self._again = lambda: tokenizer._load()(text, add_special_tokens=special)
 
     def __getattr__(self, name: str) -> Any:

@@ -106,7 +106,7 @@ def test_chats(pair, family, tools, messages):
     def rendered(tokenizer):
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, **given)
-        except Exception as error:  # a template may refuse a chat
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
             return type(error), str(error)
 
     assert rendered(fast) == rendered(whole)
@@ -133,7 +133,7 @@ def test_templates_that_fail_do_so_in_the_same_way(template):
     ):
         try:
             kinds.add(render())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
             kinds.add(type(error))
     assert len(kinds) == 1
 
