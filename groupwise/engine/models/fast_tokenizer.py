@@ -75,7 +75,7 @@ class _Encoded(dict[str, list[int]]):
         self._again = lambda: tokenizer._load()(text, add_special_tokens=special)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return self[name] if name in self else getattr(self._again(), name)
 

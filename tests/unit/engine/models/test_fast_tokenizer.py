@@ -49,8 +49,11 @@ def pair(tmp_path_factory):
     plain = Tokenizer(models.BPE({text: n for n, text in enumerate(alphabet)}, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
-    plain.post_processor = processors.ByteLevel(trim_offsets=False)
     plain.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>", "<extra>"])
+    start = ("<|im_start|>", plain.token_to_id("<|im_start|>"))
+    plain.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[start]
+    )
     plain.add_tokens([AddedToken("<think>", normalized=False)])
     PreTrainedTokenizerFast(
         tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>",
@@ -156,7 +159,7 @@ def test_what_it_has_not_comes_from_transformers(pair):
     )
     assert isinstance(fast, PreTrainedTokenizerFast)
     fast.add_special_tokens({"pad_token": "<new>"})
-    assert fast("<new>")["input_ids"] == [len(whole)]
+    assert fast("<new>")["input_ids"] == [fast.bos_token_id, len(whole)]
 
 
 @pytest.mark.parametrize(
