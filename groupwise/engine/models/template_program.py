@@ -66,8 +66,9 @@ def _plain(value: Any) -> Any:
         return _plain(value.item())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if callable(getattr(value, "model_dump", None)):
-        return _plain(value.model_dump())
+    dump = getattr(value, "model_dump", None)  # pydantic's
+    if callable(dump):
+        return _plain(dump())
     return f"<{type(value).__name__}>"
 
 
