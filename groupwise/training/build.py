@@ -595,7 +595,7 @@ def own_server_bytes(config: RunConfig, layout: Layout) -> tuple[float, float]:
     from groupwise.engine.sampler.servers.spawned_server import ASLEEP
 
     gpus = own_server_gpus(config, layout)
-    if gpus is None or not gpus.shared or gpus.memory is None:
+    if not gpus.shared or gpus.memory is None:
         return 0.0, 0.0
     held = gpus.memory * prefork.gpu_memory(layout.device)
     return held, ASLEEP if gpus.in_turn else held
