@@ -586,10 +586,12 @@ def own_server_gpus(config: RunConfig, layout: Layout) -> ServerGpus:
 
 def own_server_bytes(config: RunConfig, layout: Layout) -> tuple[float, float]:
     """What the vLLM server that the run starts takes of the learner's GPU, in bytes: while the run samples, and while it learns."""
+    if config.sampler.vllm_python is None:
+        return 0.0, 0.0
     from groupwise.engine.sampler.servers.spawned_server import ASLEEP
 
-    gpus = own_server_gpus(config, layout) if config.sampler.vllm_python is not None else None
-    if gpus is None or not gpus.shared or gpus.memory is None:
+    gpus = own_server_gpus(config, layout)
+    if not gpus.shared or gpus.memory is None:
         return 0.0, 0.0
     held = gpus.memory * prefork.gpu_memory(layout.device)
     return held, ASLEEP if gpus.in_turn else held

@@ -331,9 +331,9 @@ def _hosts_in_workers(config: RunConfig, task: Task) -> bool:
 class LazyTokenizer:
     """The model's tokenizer, loaded when a task first uses it; most rewards never do.
 
-    Until then, a worker has imported neither transformers nor torch. The first use imports both (seconds, about 250 MB). torch cannot be
-    hidden from transformers to save that: transformers decides once per process whether torch exists, and a reward that loads a
-    model later would not have it.
+    Until then, a worker has imported neither transformers nor torch. The first use imports both (seconds, about 250 MB) if transformers
+    has to load the tokenizer. torch cannot be hidden from transformers to save that: transformers decides once per process whether torch
+    exists, and a reward that loads a model later would not have it.
     """
 
     def __init__(self, config: RunConfig) -> None:

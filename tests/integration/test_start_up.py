@@ -19,8 +19,17 @@ from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
 from tests.integration.toy_run import TOY, config
 
-BY_ARITHMETIC = ("torch", "peft", "datasets", "accelerate", "transformers.configuration_utils")
-BY_ARITHMETIC += ("mpmath", "groupwise.engine.backends.tunix.environment")
+BY_ARITHMETIC = (
+    "torch",
+    "peft",
+    "datasets",
+    "accelerate",
+    "transformers",
+    "mpmath",
+    "rich.console",
+)
+BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hub", "httpx2")
+BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from groupwise.core.terminal.plot import sparkline
 from groupwise.core.terminal.text import one_line, shorten
+
+if TYPE_CHECKING:  # rich is imported once there is something to draw
+    from rich.console import RenderableType
 
 NARROW = 64
 """Width in columns below which the live view puts only one number per row."""
@@ -87,6 +86,9 @@ class Board:
 
     def view(self, width: int) -> RenderableType:
         """The block that the terminal shows."""
+        from rich.console import Group
+        from rich.text import Text
+
         return Group(
             *self._title_and_bar(width), *self._metric_rows(width), Text(self.phase_text(), "dim")
         )
@@ -98,6 +100,10 @@ class Board:
         return f"{elapsed}, {remaining} to go" if remaining else elapsed
 
     def _title_and_bar(self, width: int) -> list[RenderableType]:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
         digits = len(str(self.total))
         count = f"{self.done:>{digits}}/{self.total}"
         share = self.done / self.total if self.total else 1.0
@@ -118,6 +124,9 @@ class Board:
         return [title, Text(shorten(times, width), "dim"), bar]
 
     def _metric_rows(self, width: int) -> list[RenderableType]:
+        from rich.table import Table
+        from rich.text import Text
+
         if not self._metrics:
             return []
         name, value = self.headline()

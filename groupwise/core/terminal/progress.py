@@ -13,17 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TYPE_CHECKING, TextIO
 
 from groupwise.core.terminal.board import Board, Metrics
 from groupwise.core.terminal.notebook import kernel_display
 from groupwise.core.terminal.page import Page
 from groupwise.core.terminal.text import clean, one_line
 from groupwise.core.types import Group
+
+if TYPE_CHECKING:  # a dry run shows no progress, and rich takes 50 ms
+    from rich.live import Live
 
 
 class Progress:
@@ -39,6 +38,8 @@ class Progress:
         logging_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        from rich.console import Console
+
         self._stream = stream if stream is not None else sys.stderr
         self._logging_steps = logging_steps
         self._board = Board(one_line(title), total_steps, start_step, clock)
@@ -57,6 +58,8 @@ class Progress:
     def __enter__(self) -> Progress:
         self._board.start()
         if self.live:
+            from rich.live import Live
+
             self._live = Live(
                 get_renderable=lambda: self._board.view(self._console.width),
                 console=self._console,
@@ -111,6 +114,8 @@ class Progress:
 
     def _write_line(self, text: str) -> None:
         if self._live is not None:
+            from rich.text import Text
+
             self._console.print(Text(text), soft_wrap=True)
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

@@ -53,6 +53,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """See `groupwise.engine.models.tokenizer.load_tokenizer`."""
     from groupwise.engine.models import tokenizer
 
+    fast = tokenizer.load_fast_tokenizer(config)
+    if fast is not None:  # prompts are tokenised while the zygote imports
+        return fast
     if config.trust_remote_code:  # its class cannot be unpickled before its code is loaded
         return tokenizer.load_tokenizer(config)
     if _begun:

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
 from groupwise.engine.models.tokenizer import explaining_errors, resolve
@@ -51,6 +49,8 @@ def identity(config: ModelConfig) -> str:
         for path in files:
             _add_file(digest, path)
     else:
+        from huggingface_hub import hf_hub_download
+
         with quiet(), explaining_errors(config, resolved, "model"):
             config_file = hf_hub_download(
                 resolved.location, "config.json", revision=resolved.revision

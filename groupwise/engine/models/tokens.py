@@ -63,11 +63,10 @@ def prompt_ids(
 
 def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Token ids of a text. Special tokens in it are parsed, except those that `break_control_tokens` has broken; none is added."""
-    return tuple(
-        token
-        for piece in pieces(text)
-        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
-    )
+    ids: list[int] = []
+    for piece in pieces(text):
+        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+    return tuple(ids)
 
 
 def completion_text(

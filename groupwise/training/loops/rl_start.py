@@ -23,7 +23,6 @@ from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
-from groupwise.engine.sampler.servers.teacher import EndpointTeacher
 from groupwise.runs.advice import DISTILLATION
 from groupwise.runs.curves import WARM_UP_SUMMARY
 from groupwise.runs.folder import SERVER_LOG, RunFolder
@@ -318,6 +317,8 @@ def teaching_of(prepared: RlPrepared) -> Teaching | None:
     if teacher.type == "endpoint":
         top = config.algorithm.knobs["top_k"] or 0
         name = teacher.name or config.model.name
+        from groupwise.engine.sampler.servers.teacher import EndpointTeacher
+
         endpoint = EndpointTeacher(teacher, name, tokenizer, top)
     return Teaching(prompts, endpoint, skips_failures=teacher.on_failure == "skip")
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from groupwise.api.client.errors import ClientError
-from groupwise.api.schemas.parts import LOST
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import Interrupted, Interruption
@@ -109,6 +108,8 @@ def run_with_auto_resume(
                 f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
             ) from None
         except ClientError as error:
+            from groupwise.api.schemas.parts import LOST
+
             if error.code not in LOST:
                 raise
             runs = Path(loaded.config.run.dir)

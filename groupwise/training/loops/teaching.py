@@ -7,13 +7,16 @@ become part of the group, so that the record has them and a replay needs neither
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from groupwise.core.errors import EndpointError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Group, Rollout
-from groupwise.engine.sampler.servers.teacher import EndpointTeacher
 from groupwise.tasks.rollouts.rows import segments_by_row, with_teacher_answers
 from groupwise.tasks.rollouts.teacher_prompts import TeacherPrompts
+
+if TYPE_CHECKING:
+    from groupwise.engine.sampler.servers.teacher import EndpointTeacher
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from groupwise.core.cache import cache_folder
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 256
@@ -48,3 +54,23 @@ def without_numba() -> str | None:
             return "numba is not installed (pip install numba)"
         return f"numba cannot be imported: {error}"
     return None
+
+
+def numba_was_imported() -> bool:
+    """True if numba can be used, as an earlier process found with the same versions; otherwise it is imported here, for half a second."""
+    if "numba" in sys.modules:
+        return without_numba() is None
+    try:
+        versions = [f"{name}-{version(name)}" for name in ("numba", "llvmlite", "numpy")]
+    except PackageNotFoundError:
+        return without_numba() is None
+    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    note = cache_folder("numba") / "-".join([sys.implementation.cache_tag or "", place, *versions])
+    if note.exists():
+        return True
+    works = without_numba() is None
+    if works:
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+    return works

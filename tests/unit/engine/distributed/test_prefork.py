@@ -7,6 +7,7 @@ import pytest
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models import tokenizer as tokenizers
 from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.fast_tokenizer import FastTokenizer
 from tests.forked_zygote import fork_zygotes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -44,7 +45,9 @@ def test_the_zygote_says_what_this_process_would_say(begun):
     assert tokenizer.apply_chat_template(MESSAGES) == own.apply_chat_template(MESSAGES)
 
 
-def test_it_is_asked_where_there_is_one(begun, monkeypatch):
+def test_it_is_asked_for_a_tokenizer_that_only_transformers_can_load(begun, monkeypatch):
+    assert type(prefork.load_tokenizer(TINY)) is FastTokenizer
+    monkeypatch.setattr(tokenizers, "load_fast_tokenizer", lambda config: None)
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda config: os.getpid())
     assert prefork.load_tokenizer(TINY) != os.getpid(), "it was forked before the patch"
     assert prefork.load_tokenizer(ModelConfig(name="tiny", trust_remote_code=True)) == os.getpid()

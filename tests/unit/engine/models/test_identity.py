@@ -75,7 +75,8 @@ def test_the_starting_adapter_counts(folder, tmp_path):
 def test_on_the_hub_it_is_the_commit(tmp_path, monkeypatch):
     commits = {None: "aaa", "main": "aaa", "v2": "bbb"}
     monkeypatch.setattr(
-        module, "hf_hub_download", lambda repo, file, revision: tmp_path / commits[revision] / file
+        "huggingface_hub.hf_hub_download",
+        lambda repo, file, revision: tmp_path / commits[revision] / file,
     )
     first = named("org/model")
     assert named("org/model", revision="main") == first

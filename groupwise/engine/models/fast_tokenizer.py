@@ -1,0 +1,246 @@
+"""A tokenizer that needs `tokenizers` and Jinja, but not transformers, whose import alone costs a second and a half of a processor.
+
+`read_fast_tokenizer` reads the folder of a model whose tokenizer transformers would load as its plain `TokenizersBackend`, and which has
+nothing that transformers would change while it loads it; for any other folder it returns None. Token ids, texts, rendered chats and saved
+files equal those of transformers. What `FastTokenizer` cannot do itself, transformers' own tokenizer does: it is loaded at that moment, and
+answers everything from then on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import AddedToken, Tokenizer
+
+from groupwise.engine.models.template_program import run_template
+
+CLASS = "TokenizersBackend"
+"""transformers' class whose `tokenizer.json` is taken as it is."""
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+UNLIMITED = int(1e30)
+"""transformers' `model_max_length` of a tokenizer that has no limit."""
+_SAVED = {"backend": "tokenizers", "is_local": True, "local_files_only": True}
+_KNOWN = {*NAMED, *_SAVED, "tokenizer_class", "model_max_length", "extra_special_tokens"}
+_KNOWN |= {"clean_up_tokenization_spaces"}
+_REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")
+"""Model types of whose large vocabularies transformers repairs the tokenizer."""
+
+
+def read_fast_tokenizer(folder: Path) -> FastTokenizer | None:
+    """The tokenizer of a local folder, or None if only transformers loads it as it should be."""
+    files = {entry.name for entry in folder.iterdir()}
+    others = {"special_tokens_map.json", "added_tokens.json", "additional_chat_templates"}
+    if not {"tokenizer.json", "tokenizer_config.json"} <= files or others & files:
+        return None
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    extra = config.get("extra_special_tokens") or []
+    special = [config[name] for name in NAMED if config.get(name) is not None] + list(extra)
+    if (
+        config.get("tokenizer_class") != CLASS
+        or config.get("clean_up_tokenization_spaces")
+        or not config.keys() <= _KNOWN
+        or not isinstance(extra, list)
+        or not all(isinstance(token, str) for token in special)
+    ):
+        return None
+    try:
+        backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # noqa: BLE001 - it raises nothing more special for a damaged file, which transformers reports
+        return None
+    added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    marked = {token.content for token in added.values() if token.special}
+    if backend.truncation or backend.padding or backend.post_processor is None:
+        return None
+    if not marked.issuperset(special):
+        return None
+    if backend.get_vocab_size() > 100_000:
+        file = folder / "config.json"
+        facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if str(facts.get("model_type", _REPAIRED[0])).startswith(_REPAIRED):
+            return None
+    template = folder / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8") if template.is_file() else None
+    return FastTokenizer(str(folder), config, backend, text)
+
+
+class _Encoded(dict[str, list[int]]):
+    """Tokens of one text; it has what transformers' `BatchEncoding` has, which is made if it is asked for."""
+
+    def __init__(self, tokenizer: FastTokenizer, text: str, special: bool) -> None:
+        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special).ids
+        super().__init__(input_ids=ids, attention_mask=[1] * len(ids))
+        self._again = lambda: tokenizer._load()(text, add_special_tokens=special)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name] if name in self else getattr(self._again(), name)
+
+
+class FastTokenizer:
+    """Acts as the tokenizer of transformers that the folder holds: methods and attributes have its names and meaning."""
+
+    def __init__(
+        self, folder: str, config: dict[str, Any], backend: Any, chat_template: str | None
+    ) -> None:
+        vars(self).update(
+            _folder=folder,
+            _config=config,
+            _backend=backend,
+            _whole=None,
+            chat_template=chat_template,
+        )
+
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
+        if self._whole is None and isinstance(text, str) and not options:
+            return _Encoded(self, text, add_special_tokens)
+        return self._load()(text, add_special_tokens=add_special_tokens, **options)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        plain = not options or (
+            options.keys() == {"clean_up_tokenization_spaces"} and not any(options.values())
+        )
+        if self._whole is None and plain and isinstance(token_ids, list | tuple):
+            ids = cast("Sequence[Any]", token_ids)
+            if all(type(token) is int for token in ids):
+                return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._load().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
+        if self._whole is None and isinstance(chat_template or self.chat_template, str):
+            return chat_template or self.chat_template
+        return self._load().get_chat_template(chat_template, tools)
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **options: Any,
+    ) -> Any:
+        template = chat_template or self.chat_template
+        plain = self._whole is None and not tokenize and isinstance(template, str)
+        if plain and conversation and not _OPTIONS & options.keys():
+            rows = (*conversation, *(tools or ()))
+            if isinstance(conversation, list) and all(isinstance(row, Mapping) for row in rows):
+                named = {name: self._config[name] for name in NAMED if self._config.get(name)}
+                asks = {"add_generation_prompt": add_generation_prompt}
+                return run_template(template, conversation, tools, {**named, **options, **asks})
+        return self._load().apply_chat_template(
+            conversation,
+            tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            **options,
+        )
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if self._whole is not None:
+            return self._whole.convert_tokens_to_ids(tokens)
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        found = self._backend.token_to_id(tokens)
+        return self.unk_token_id if found is None else found
+
+    def get_vocab(self) -> dict[str, int]:
+        if self._whole is not None:
+            return self._whole.get_vocab()
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
+        if self._whole is not None or options or isinstance(self.chat_template, dict):
+            return self._load().save_pretrained(save_directory, **options)
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"model_max_length": UNLIMITED, **self._config, **_SAVED}
+        text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        names = ["tokenizer_config.json"]
+        (folder / names[0]).write_text(text, encoding="utf-8")
+        if self.chat_template is not None:
+            names.append("chat_template.jinja")
+            (folder / names[-1]).write_text(self.chat_template, encoding="utf-8")
+        names.append("tokenizer.json")
+        self._backend.save(str(folder / names[-1]))
+        return tuple(str(folder / name) for name in names)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return (self._whole or self).backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        return self._backend if self._whole is None else self._whole.backend_tokenizer
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        if self._whole is not None:
+            return self._whole.all_special_tokens
+        named = [self._config[name] for name in NAMED if self._config.get(name) is not None]
+        return [*dict.fromkeys([*named, *(self._config.get("extra_special_tokens") or ())])]
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return self.convert_tokens_to_ids(self.all_special_tokens)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """transformers' class, for `isinstance`."""
+        return type(self._load())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__", "_groupwise")):
+            raise AttributeError(name)
+        if self._whole is None and name.removesuffix("_id") in NAMED:
+            text = self._config.get(name.removesuffix("_id"))
+            return text if text is None or name in NAMED else self.convert_tokens_to_ids(text)
+        return getattr(self._load(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in NAMED or hasattr(type(self), name):
+            setattr(self._load(), name, value)
+            return
+        vars(self)[name] = value
+        if self._whole is not None:
+            setattr(self._whole, name, value)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (vars(self),)
+
+    def _load(self) -> Any:
+        """transformers' own tokenizer, which answers everything once it is there."""
+        if self._whole is None:
+            from transformers import PreTrainedTokenizerFast
+
+            whole = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+            for name, value in vars(self).items():
+                if not name.startswith("_") or name.startswith("_groupwise"):
+                    setattr(whole, name, value)
+            vars(self)["_whole"] = whole
+        return self._whole
+
+
+_OPTIONS = {
+    *("documents", "continue_final_message", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+}
+"""Arguments of `apply_chat_template` that are none of the template's."""
+
+
+def _unpickled(attributes: dict[str, Any]) -> FastTokenizer:
+    made = FastTokenizer.__new__(FastTokenizer)
+    vars(made).update(attributes)
+    return made
