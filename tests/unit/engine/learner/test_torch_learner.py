@@ -221,7 +221,7 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
     assert any(isinstance(batch, FlatBatch) for batch in batches) == ("native" in way)
     found_sums, found = await computed(learner, rows, loss, totals)
     assert any(bool(each.any()) for each in wanted.values())
-    close(found, wanted)
+    close(found, wanted, rounding=2e-5)  # a gradient of 14 rows, added up in another order
     assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 

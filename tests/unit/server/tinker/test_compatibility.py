@@ -11,7 +11,7 @@ from groupwise.server.tinker import compatibility
 from groupwise.server.tinker.compatibility import METHODS, page, refused_route
 
 ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs" / "how-to" / "tinker.md"
+PAGE = ROOT / "docs" / "operate" / "tinker.md"
 
 
 def test_the_page_is_that_of_the_table() -> None:
