@@ -75,6 +75,21 @@ def test_environments_without_a_reward_or_an_observation_are_a_problem():
     assert (said.level, "no observation" in said.measured) == ("problem", True)
 
 
+class Strict(Guess):
+    """Takes silence for a fault."""
+
+    def step(self, completion):
+        if not completion:
+            raise ValueError("an empty reply")
+        return super().step(completion)
+
+
+def test_an_environment_that_takes_any_text_but_none_is_warned_of():
+    said = found(Strict)["games"]
+    assert said.level == "warning"
+    assert "1 of 9 games failed, all of the player who says nothing" in said.measured
+
+
 def test_an_environment_that_the_config_would_never_ask_is_refused():
     task = SimpleNamespace(
         get_rl_dataset=lambda config: [{"prompt": "Guess.", "secret": "red"}],
