@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from groupwise.api.schemas.keys import Role
-from groupwise.server.tinker import answers
+from groupwise.server.tinker import responses
 from groupwise.server.tinker.refusals import CODES
 from groupwise.server.tinker.routes import PREFIX, ROUTES, VerbRoute
 
@@ -33,7 +33,7 @@ def document() -> dict[str, Any]:
         "operationId": "verbs_healthz",
         "x-role": None,
         "security": [],
-        "responses": {"200": _json_content(answers.Healthy)},
+        "responses": {"200": _json_content(responses.HealthResponse)},
     }
     return {
         "tags": [{"name": TAG, "description": DESCRIPTION}],
@@ -70,7 +70,7 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
         "responses": {"200": success, **_refusals(route.all_codes)},
     }
     if route.answer is None and not route.gives:
-        operation["responses"]["408"] = _json_content(answers.TryAgain)
+        operation["responses"]["408"] = _json_content(responses.TryAgainResponse)
     if route.reads is not None:
         content = {_JSON: {"schema": _schema_ref(route.reads)}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -120,7 +120,7 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
             ),
             "content": {
                 _JSON: {
-                    "schema": _schema_ref(answers.Refused),
+                    "schema": _schema_ref(responses.RefusedResponse),
                     "examples": {
                         code: {"value": {"code": code, "message": CODES[code].meaning}}
                         for code in codes_of_status
@@ -150,14 +150,14 @@ def _schemas() -> dict[str, Any]:
     all_models: list[type[BaseModel]] = [
         *bodies,
         *response_models,
-        answers.Healthy,
-        answers.TryAgain,
-        answers.Refused,
+        responses.HealthResponse,
+        responses.TryAgainResponse,
+        responses.RefusedResponse,
     ]
     models: list[tuple[Any, JsonSchemaMode]] = [
         (model, "validation") for model in dict.fromkeys(all_models)
     ]
     _, generated = models_json_schema(models, ref_template=NAMES)
-    result = TypeAdapter[Any](answers.Result).json_schema(ref_template=NAMES)
+    result = TypeAdapter[Any](responses.Result).json_schema(ref_template=NAMES)
     schemas = {**generated["$defs"], **result.pop("$defs"), "Result": result}
     return {f"Verbs.{name}": schema for name, schema in schemas.items()}

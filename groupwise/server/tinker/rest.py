@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from groupwise.server.ledger import training_runs
 from groupwise.server.ledger.training_runs import TrainingRunRow
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.tinker import answers, requests
+from groupwise.server.tinker import requests, responses
 from groupwise.server.tinker.checkpoints import Checkpoint, Checkpoints
 from groupwise.server.tinker.sessions import NotFound, path_of
 
@@ -23,7 +23,7 @@ class RestLists:
         self._ledger = ledger
         self._checkpoints = checkpoints
 
-    async def training_run(self, id: str) -> answers.TrainingRun:
+    async def training_run(self, id: str) -> responses.TrainingRun:
         """One training run. NotFound if there never was one of this id."""
         row = await self._ledger.do(training_runs.training_run, id)
         if row is None:
@@ -32,61 +32,61 @@ class RestLists:
             )
         return await self._describe_run(row)
 
-    async def training_runs(self, page: requests.Page) -> answers.TrainingRunList:
+    async def training_runs(self, page: requests.Page) -> responses.TrainingRunsResponse:
         """A part of all training runs, the newest first."""
         rows, total = await self._ledger.do(training_runs.training_runs, page.limit, page.offset)
-        return answers.TrainingRunList(
+        return responses.TrainingRunsResponse(
             training_runs=[await self._describe_run(row) for row in rows],
             cursor=_cursor(page, total),
         )
 
-    async def session(self, id: str) -> answers.SessionInfo:
+    async def session(self, id: str) -> responses.GetSessionResponse:
         """One session, also if it has ended. NotFound if there never was one of this id."""
         row = await self._ledger.do(training_runs.session, id)
         if row is None:
             raise NotFound(f"There never was a session {id!r}. list_sessions tells all of them.")
-        return answers.SessionInfo(
+        return responses.GetSessionResponse(
             training_run_ids=row.training_runs,
             sampler_ids=row.samplers,
             user_metadata=row.user_metadata,
             display_name=row.display_name,
         )
 
-    async def sessions(self, page: requests.Page) -> answers.SessionList:
+    async def sessions(self, page: requests.Page) -> responses.ListSessionsResponse:
         """A part of all sessions, open and ended, the newest first."""
         ids = await self._ledger.do(training_runs.session_ids, page.limit, page.offset)
-        return answers.SessionList(sessions=ids)
+        return responses.ListSessionsResponse(sessions=ids)
 
-    async def checkpoints_of(self, run: str) -> answers.CheckpointList:
+    async def checkpoints_of(self, run: str) -> responses.CheckpointsListResponse:
         """The named checkpoints of a model, oldest first."""
         checkpoints = await self._checkpoints.of_model(run)
-        return answers.CheckpointList(
+        return responses.CheckpointsListResponse(
             checkpoints=[_describe_checkpoint(each) for each in checkpoints]
         )
 
-    async def all_checkpoints(self, page: requests.Page) -> answers.CheckpointList:
+    async def all_checkpoints(self, page: requests.Page) -> responses.CheckpointsListResponse:
         """A part of what all models have saved under names, the newest first."""
         checkpoints = await self._checkpoints.of_all_models()
         part = checkpoints[page.offset : page.offset + page.limit]
-        return answers.CheckpointList(
+        return responses.CheckpointsListResponse(
             checkpoints=[_describe_checkpoint(each) for each in part],
             cursor=_cursor(page, len(checkpoints)),
         )
 
-    async def storage_usage(self) -> answers.StorageUsage:
+    async def storage_usage(self) -> responses.CheckpointStorageUsageResponse:
         """The disk space of all checkpoints."""
         sizes = [each.size_bytes for each in await self._checkpoints.of_all_models()]
-        use = answers.StorageUse(
+        use = responses.StorageUsageOfAccount(
             checkpoint_count=len(sizes), size_bytes=sum(sizes), size_gigabytes=sum(sizes) / 1e9
         )
-        return answers.StorageUsage(data=[use])
+        return responses.CheckpointStorageUsageResponse(data=[use])
 
-    async def _describe_run(self, row: TrainingRunRow) -> answers.TrainingRun:
+    async def _describe_run(self, row: TrainingRunRow) -> responses.TrainingRun:
         newest = {
             each.stored.kind: _describe_checkpoint(each)
             for each in await self._checkpoints.of_model(row.id)
         }
-        return answers.TrainingRun(
+        return responses.TrainingRun(
             training_run_id=row.id,
             base_model=row.spec["base"],
             model_owner=row.owner,
@@ -98,9 +98,9 @@ class RestLists:
         )
 
 
-def _describe_checkpoint(checkpoint: Checkpoint) -> answers.CheckpointInfo:
+def _describe_checkpoint(checkpoint: Checkpoint) -> responses.Checkpoint:
     stored, note = checkpoint.stored, checkpoint.note
-    return answers.CheckpointInfo(
+    return responses.Checkpoint(
         checkpoint_id=f"{stored.kind}/{stored.name}",
         checkpoint_type="training" if stored.kind == "weights" else "sampler",
         time=_time(checkpoint.saved_at),
@@ -111,8 +111,8 @@ def _describe_checkpoint(checkpoint: Checkpoint) -> answers.CheckpointInfo:
     )
 
 
-def _cursor(page: requests.Page, total: int) -> answers.Cursor:
-    return answers.Cursor(offset=page.offset, limit=page.limit, total_count=total)
+def _cursor(page: requests.Page, total: int) -> responses.Cursor:
+    return responses.Cursor(offset=page.offset, limit=page.limit, total_count=total)
 
 
 def _time(seconds: float) -> datetime:

@@ -28,7 +28,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.server.engine.verb_protocol import Stored
-from groupwise.server.tinker import answers, requests, translate
+from groupwise.server.tinker import requests, responses, translate
 from groupwise.server.tinker.compatibility import refused_route
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
@@ -108,7 +108,7 @@ def verb_routes(
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
 
     async def healthz(request: Request) -> Response:
-        return _json_response(answers.Healthy())
+        return _json_response(responses.HealthResponse())
 
     return [
         *(
@@ -144,21 +144,21 @@ class _Handlers:
         answer = await route.handler(self, request, *given)
         return answer if isinstance(answer, Response) else _json_response(answer)
 
-    @_route("POST", "/client/config", answers.ClientConfig)
+    @_route("POST", "/client/config", responses.ClientConfigResponse)
     async def client_config(self, request: Request) -> BaseModel:
         """Settings for the client. A body is not read."""
-        return answers.ClientConfig()
+        return responses.ClientConfigResponse()
 
-    @_route("POST", "/client/dynamic_config", answers.DynamicConfig)
+    @_route("POST", "/client/dynamic_config", responses.ClientDynamicConfigResponse)
     async def dynamic_config(self, request: Request) -> BaseModel:
         """Settings that may change while the client runs. A body is not read."""
-        return answers.DynamicConfig()
+        return responses.ClientDynamicConfigResponse()
 
-    @_route("GET", "/get_server_capabilities", answers.Capabilities)
+    @_route("GET", "/get_server_capabilities", responses.GetServerCapabilitiesResponse)
     async def capabilities(self, request: Request) -> BaseModel:
         """The base models of the server."""
         answer = {"supported_models": self._service.capabilities()}
-        return answers.Capabilities.model_validate(answer)
+        return responses.GetServerCapabilitiesResponse.model_validate(answer)
 
     @_route(
         "GET",
@@ -176,7 +176,7 @@ class _Handlers:
     @_route(
         "POST",
         "/create_session",
-        answers.SessionMade,
+        responses.CreateSessionResponse,
         reads=requests.CreateSession,
         codes=(*OF_RECORDS, "engine_failed"),
     )
@@ -190,43 +190,62 @@ class _Handlers:
         session = await self._service.registry.create_session(
             key, caller, body.display_name, body.user_metadata
         )
-        return answers.SessionMade(session_id=session)
+        return responses.CreateSessionResponse(session_id=session)
 
     @_route(
-        "POST", "/session_heartbeat", answers.Heard, reads=requests.Heartbeat, codes=("not_there",)
+        "POST",
+        "/session_heartbeat",
+        responses.SessionHeartbeatResponse,
+        reads=requests.Heartbeat,
+        codes=("not_there",),
     )
     async def heartbeat(self, request: Request, body: requests.Heartbeat) -> BaseModel:
         """Report that the client is alive."""
         self._service.registry.heartbeat(body.session_id)
-        return answers.Heard()
+        return responses.SessionHeartbeatResponse()
 
-    @_route("POST", "/sessions/{session}/finish", answers.Finished, codes=("engine_failed",))
+    @_route(
+        "POST",
+        "/sessions/{session}/finish",
+        responses.CloseSessionResponse,
+        codes=("engine_failed",),
+    )
     async def finish(self, request: Request) -> BaseModel:
         """End the session and release its models. A body is not read. Safe to repeat."""
         await self._service.registry.finish(request.path_params["session"])
-        return answers.Finished()
+        return responses.CloseSessionResponse()
 
-    @_route("POST", "/telemetry", answers.Thrown, bytes="Anything; it is ignored.")
+    @_route("POST", "/telemetry", responses.TelemetryResponse, bytes="Anything; it is ignored.")
     async def telemetry(self, request: Request) -> BaseModel:
         """Accepted and discarded: the client always sends it to its server."""
         await self._read_body(request)
-        return answers.Thrown()
+        return responses.TelemetryResponse()
 
-    @_route("POST", "/create_model", answers.Promise, reads=requests.CreateModel, codes=OF_CALLS)
+    @_route(
+        "POST",
+        "/create_model",
+        responses.UntypedAPIFuture,
+        reads=requests.CreateModel,
+        codes=OF_CALLS,
+    )
     async def create_model(self, request: Request, body: requests.CreateModel) -> BaseModel:
         """Make a model with a new adapter."""
         await self._service.training.admit(body)
         return await self._promise(*self._service.training.create_model(body))
 
-    @_route("POST", "/get_info", answers.Info, reads=requests.GetInfo, codes=OF_ENGINES)
+    @_route(
+        "POST", "/get_info", responses.GetInfoResponse, reads=requests.GetInfo, codes=OF_ENGINES
+    )
     async def get_info(self, request: Request, body: requests.GetInfo) -> BaseModel:
         """A model's base and adapter."""
-        return answers.Info.model_validate(await self._service.training.info(body.model_id))
+        return responses.GetInfoResponse.model_validate(
+            await self._service.training.info(body.model_id)
+        )
 
     @_route(
         "POST",
         "/forward_backward",
-        answers.Promise,
+        responses.UntypedAPIFuture,
         bytes="The protobuf message `ForwardBackwardRequest` of the client.",
         codes=OF_CALLS,
     )
@@ -235,17 +254,31 @@ class _Handlers:
         forward = await read_body(await self._read_body(request), translate.read)
         return await self._promise(*self._service.training.forward_backward(forward))
 
-    @_route("POST", "/optim_step", answers.Promise, reads=requests.OptimStep, codes=OF_CALLS)
+    @_route(
+        "POST", "/optim_step", responses.UntypedAPIFuture, reads=requests.OptimStep, codes=OF_CALLS
+    )
     async def optim_step(self, request: Request, body: requests.OptimStep) -> BaseModel:
         """Update a model with the accumulated gradient."""
         return await self._promise(*self._service.training.optim_step(body))
 
-    @_route("POST", "/save_weights", answers.Promise, reads=requests.SaveWeights, codes=OF_CALLS)
+    @_route(
+        "POST",
+        "/save_weights",
+        responses.UntypedAPIFuture,
+        reads=requests.SaveWeights,
+        codes=OF_CALLS,
+    )
     async def save_weights(self, request: Request, body: requests.SaveWeights) -> BaseModel:
         """Save a model's weights and optimiser under a name."""
         return await self._promise(*self._service.training.save_weights(body))
 
-    @_route("POST", "/load_weights", answers.Promise, reads=requests.LoadWeights, codes=OF_CALLS)
+    @_route(
+        "POST",
+        "/load_weights",
+        responses.UntypedAPIFuture,
+        reads=requests.LoadWeights,
+        codes=OF_CALLS,
+    )
     async def load_weights(self, request: Request, body: requests.LoadWeights) -> BaseModel:
         """Load saved weights into a model, or into a new one."""
         return await self._promise(*self._service.training.load_weights(body))
@@ -253,7 +286,7 @@ class _Handlers:
     @_route(
         "POST",
         "/save_weights_for_sampler",
-        answers.Promise,
+        responses.UntypedAPIFuture,
         reads=requests.SaveForSampler,
         codes=OF_CALLS,
     )
@@ -264,33 +297,37 @@ class _Handlers:
     @_route(
         "POST",
         "/create_sampling_session",
-        answers.SamplerMade,
+        responses.CreateSamplingSessionResponse,
         reads=requests.CreateSampler,
         codes=(*OF_RECORDS, *OF_ENGINES),
     )
     async def create_sampler(self, request: Request, body: requests.CreateSampler) -> BaseModel:
         """Make a sampler from saved weights, or from a base model."""
         sampler = await self._service.sampling.create_sampler(body)
-        return answers.SamplerMade(sampling_session_id=sampler)
+        return responses.CreateSamplingSessionResponse(sampling_session_id=sampler)
 
-    @_route("GET", "/samplers/{sampler}", answers.SamplerInfo, codes=("not_there",))
+    @_route("GET", "/samplers/{sampler}", responses.GetSamplerResponse, codes=("not_there",))
     async def sampler(self, request: Request) -> BaseModel:
         """The model of a sampler."""
         description = self._service.sampling.sampler(request.path_params["sampler"])
-        return answers.SamplerInfo.model_validate(description)
+        return responses.GetSamplerResponse.model_validate(description)
 
     @_route(
-        "POST", "/weights_info", answers.AboutWeights, reads=requests.WeightsInfo, codes=OF_ENGINES
+        "POST",
+        "/weights_info",
+        responses.WeightsInfoResponse,
+        reads=requests.WeightsInfo,
+        codes=OF_ENGINES,
     )
     async def weights_info(self, request: Request, body: requests.WeightsInfo) -> BaseModel:
         """The kind of model that saved the weights at a path."""
         description = await self._service.training.weights_info(body.tinker_path)
-        return answers.AboutWeights.model_validate(description)
+        return responses.WeightsInfoResponse.model_validate(description)
 
     @_route(
         "GET",
         "/training_runs/{run}",
-        answers.TrainingRun,
+        responses.TrainingRun,
         query=requests.Scope,
         codes=("not_there", *OF_RECORDS),
     )
@@ -301,7 +338,7 @@ class _Handlers:
     @_route(
         "GET",
         "/training_runs",
-        answers.TrainingRunList,
+        responses.TrainingRunsResponse,
         query=requests.ScopedPage,
         codes=OF_RECORDS,
     )
@@ -312,7 +349,7 @@ class _Handlers:
     @_route(
         "GET",
         "/sessions/{session}",
-        answers.SessionInfo,
+        responses.GetSessionResponse,
         query=requests.Scope,
         codes=("not_there", *OF_RECORDS),
     )
@@ -320,12 +357,23 @@ class _Handlers:
         """One session; also after it has ended."""
         return await self._service.rest.session(request.path_params["session"])
 
-    @_route("GET", "/sessions", answers.SessionList, query=requests.ScopedPage, codes=OF_RECORDS)
+    @_route(
+        "GET",
+        "/sessions",
+        responses.ListSessionsResponse,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    )
     async def list_sessions(self, request: Request, page: requests.ScopedPage) -> BaseModel:
         """The ids of all sessions, the newest first."""
         return await self._service.rest.sessions(page)
 
-    @_route("GET", "/training_runs/{run}/checkpoints", answers.CheckpointList, codes=("usage",))
+    @_route(
+        "GET",
+        "/training_runs/{run}/checkpoints",
+        responses.CheckpointsListResponse,
+        codes=("usage",),
+    )
     async def list_checkpoints(self, request: Request) -> BaseModel:
         """The named checkpoints of a model, the oldest first; also after its session has ended."""
         run = request.path_params["run"]
@@ -333,7 +381,7 @@ class _Handlers:
             raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
         return await self._service.rest.checkpoints_of(run)
 
-    @_route("GET", "/checkpoints", answers.CheckpointList, query=requests.Page)
+    @_route("GET", "/checkpoints", responses.CheckpointsListResponse, query=requests.Page)
     async def list_all_checkpoints(self, request: Request, page: requests.Page) -> BaseModel:
         """The named checkpoints of all models, the newest first."""
         return await self._service.rest.all_checkpoints(page)
@@ -341,28 +389,31 @@ class _Handlers:
     @_route(
         "DELETE",
         "/training_runs/{run}/checkpoints/{kind}/{name}",
-        answers.Done,
+        responses.EmptyResponse,
         codes=("usage", "not_there", *OF_RECORDS),
     )
     async def delete_checkpoint(self, request: Request) -> BaseModel:
         """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
         await self._service.checkpoints.delete(_checkpoint_of(request))
-        return answers.Done()
+        return responses.EmptyResponse()
 
     @_route(
         "PUT",
         "/training_runs/{run}/checkpoints/{kind}/{name}/ttl",
-        answers.Done,
+        responses.EmptyResponse,
         reads=requests.SetTtl,
         codes=("not_there", *OF_RECORDS),
     )
     async def set_checkpoint_ttl(self, request: Request, body: requests.SetTtl) -> BaseModel:
         """Let a checkpoint expire after this many seconds; null: never."""
         await self._service.checkpoints.set_ttl(_checkpoint_of(request), body.ttl_seconds)
-        return answers.Done()
+        return responses.EmptyResponse()
 
     @_route(
-        "GET", "/billing/usage/checkpoints/current", answers.StorageUsage, query=requests.NoQuery
+        "GET",
+        "/billing/usage/checkpoints/current",
+        responses.CheckpointStorageUsageResponse,
+        query=requests.NoQuery,
     )
     async def storage_usage(self, request: Request, query: requests.NoQuery) -> BaseModel:
         """The disk space that checkpoints use on the server."""
@@ -371,7 +422,7 @@ class _Handlers:
     @_route(
         "POST",
         "/asample",
-        answers.SamplePromise,
+        responses.SampleFuture,
         reads=requests.Sample,
         is_large=True,
         codes=(*OF_CALLS, "engine_failed"),
@@ -380,7 +431,7 @@ class _Handlers:
         """Complete a prompt, or compute its log-probabilities."""
         id, sequences = await self._service.sampling.sample(body)
         await self._service.wait_until_persisted(id)
-        return answers.SamplePromise(request_id=id, sample_sequence_ids=sequences)
+        return responses.SampleFuture(request_id=id, sample_sequence_ids=sequences)
 
     @_route(
         "POST",
@@ -393,10 +444,10 @@ class _Handlers:
         """The result of a call; 408 if it has none after a while."""
         answer = await self._service.answer(body.request_id, self._poll)
         if answer is None:
-            return _json_response(answers.TryAgain(request_id=body.request_id), 408)
+            return _json_response(responses.TryAgainResponse(request_id=body.request_id), 408)
         if answer.state == "failed":
             category = "user" if answer.media_type == "user" else "server"
-            return answers.Failed(error=answer.body.decode(), category=category)
+            return responses.RequestFailedResponse(error=answer.body.decode(), category=category)
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
@@ -410,7 +461,7 @@ class _Handlers:
     async def _promise(self, model: str, id: str) -> BaseModel:
         """The answer to a call that was started and is stored: its result is retrieved later."""
         await self._service.wait_until_persisted(id)
-        return answers.Promise(request_id=id, model_id=model)
+        return responses.UntypedAPIFuture(request_id=id, model_id=model)
 
     async def _parse_body(
         self, request: Request, kind: type[requests.Body], *, is_large: bool
@@ -456,7 +507,7 @@ def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Hand
             if isinstance(error, Refusal):
                 headers |= error.headers
             return _json_response(
-                answers.Refused(code=code, message=message), CODES[code].status, headers
+                responses.RefusedResponse(code=code, message=message), CODES[code].status, headers
             )
 
     return guarded

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from groupwise.server.app import make_app
 from groupwise.server.engine.saved_adapters import SavedFolders
-from groupwise.server.tinker import answers, document
+from groupwise.server.tinker import document, responses
 from groupwise.server.tinker.futures import JSON
 from groupwise.server.tinker.refusals import CODES
 from tests.tinker_app import KEY, app
@@ -134,7 +134,7 @@ VERB_ROUTES = {
     for method, operation in methods.items()
 }
 BYTES = "application/x-protobuf"
-RESULT = TypeAdapter[Any](answers.Result)
+RESULT = TypeAdapter[Any](responses.Result)
 SOME = {"model_id": "", "seq_id": 0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
 GOOD: Mapping[str, Mapping[str, Any]] = {

@@ -8,13 +8,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
+class Response(BaseModel):
     """The base of all answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-class ClientConfig(Answer):
+class ClientConfigResponse(Response):
     """Settings for the client."""
 
     pjwt_auth_enabled: bool = False
@@ -28,13 +28,13 @@ class ClientConfig(Answer):
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
 
 
-class DynamicConfig(Answer):
+class ClientDynamicConfigResponse(Response):
     """Settings that may change while the client runs; here they never do."""
 
     sample_cancel_enabled: bool = False
 
 
-class SupportedModel(Answer):
+class SupportedModel(Response):
     """A base."""
 
     model_name: str
@@ -46,56 +46,56 @@ class SupportedModel(Answer):
     sampleable: bool
 
 
-class Capabilities(Answer):
+class GetServerCapabilitiesResponse(Response):
     """The bases that can be had."""
 
     supported_models: list[SupportedModel]
 
 
-class SessionMade(Answer):
+class CreateSessionResponse(Response):
     """A session."""
 
     type: Literal["create_session"] = "create_session"
     session_id: str
 
 
-class Heard(Answer):
+class SessionHeartbeatResponse(Response):
     """The session goes on."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
-class Finished(Answer):
+class CloseSessionResponse(Response):
     """The session has ended, or there was none."""
 
 
-class Thrown(Answer):
+class TelemetryResponse(Response):
     """Telemetry that the client sends; it is not stored."""
 
     status: Literal["accepted"] = "accepted"
 
 
-class Healthy(Answer):
+class HealthResponse(Response):
     """The server is there."""
 
     status: Literal["ok"] = "ok"
 
 
-class Promise(Answer):
+class UntypedAPIFuture(Response):
     """The call was written down. Its answer is fetched by `request_id`."""
 
     request_id: str
     model_id: str
 
 
-class SamplePromise(Answer):
+class SampleFuture(Response):
     """Likewise; each sequence that will be drawn has an id."""
 
     request_id: str
     sample_sequence_ids: list[str]
 
 
-class ModelData(Answer):
+class ModelData(Response):
     """The base of a model."""
 
     arch: str
@@ -103,7 +103,7 @@ class ModelData(Answer):
     tokenizer_id: str
 
 
-class Info(Answer):
+class GetInfoResponse(Response):
     """A model that has been made."""
 
     type: Literal["get_info"] = "get_info"
@@ -114,14 +114,14 @@ class Info(Answer):
     lora_rank: int
 
 
-class SamplerMade(Answer):
+class CreateSamplingSessionResponse(Response):
     """A sampler."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
 
 
-class SamplerInfo(Answer):
+class GetSamplerResponse(Response):
     """The model of a sampler; `model_path` if it has saved weights."""
 
     sampler_id: str
@@ -129,7 +129,7 @@ class SamplerInfo(Answer):
     model_path: str | None = None
 
 
-class AboutWeights(Answer):
+class WeightsInfoResponse(Response):
     """The kind of model that saved the weights."""
 
     base_model: str
@@ -140,7 +140,7 @@ class AboutWeights(Answer):
     train_attn: bool
 
 
-class CheckpointInfo(Answer):
+class Checkpoint(Response):
     """Weights that a model has saved under a name."""
 
     checkpoint_id: str = Field(examples=["weights/step-100"])
@@ -153,7 +153,7 @@ class CheckpointInfo(Answer):
     expires_at: datetime | None = Field(default=None, description="None: never.")
 
 
-class Cursor(Answer):
+class Cursor(Response):
     """The part of a list that was asked for, and the length of the whole."""
 
     offset: int
@@ -161,14 +161,14 @@ class Cursor(Answer):
     total_count: int
 
 
-class CheckpointList(Answer):
+class CheckpointsListResponse(Response):
     """Checkpoints; those of one model are listed whole, without a cursor."""
 
-    checkpoints: list[CheckpointInfo]
+    checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
 
-class TrainingRun(Answer):
+class TrainingRun(Response):
     """A model that a client has trained; it is listed when its session has ended, too."""
 
     training_run_id: str = Field(description="The id of the model.")
@@ -178,19 +178,19 @@ class TrainingRun(Answer):
     corrupted: Literal[False] = False
     lora_rank: int
     last_request_time: datetime
-    last_checkpoint: CheckpointInfo | None = None
-    last_sampler_checkpoint: CheckpointInfo | None = None
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
 
 
-class TrainingRunList(Answer):
+class TrainingRunsResponse(Response):
     """Training runs, the newest first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
-class SessionInfo(Answer):
+class GetSessionResponse(Response):
     """A session, open or ended; its samplers are known while it is open."""
 
     training_run_ids: list[str]
@@ -199,17 +199,17 @@ class SessionInfo(Answer):
     display_name: str | None = None
 
 
-class SessionList(Answer):
+class ListSessionsResponse(Response):
     """Ids of sessions, open and ended, the newest first."""
 
     sessions: list[str]
 
 
-class Done(Answer):
+class EmptyResponse(Response):
     """It was done."""
 
 
-class StorageUse(Answer):
+class StorageUsageOfAccount(Response):
     """All checkpoints of the server, because it has a single account."""
 
     checkpoint_count: int
@@ -217,13 +217,13 @@ class StorageUse(Answer):
     size_gigabytes: float
 
 
-class StorageUsage(Answer):
+class CheckpointStorageUsageResponse(Response):
     """Disk space of the checkpoints; nothing is billed."""
 
-    data: list[StorageUse]
+    data: list[StorageUsageOfAccount]
 
 
-class TryAgain(Answer):
+class TryAgainResponse(Response):
     """There is no answer yet; ask again at once."""
 
     type: Literal["try_again"] = "try_again"
@@ -231,45 +231,51 @@ class TryAgain(Answer):
     queue_state: Literal["active"] = "active"
 
 
-class ModelMade(Answer):
+class CreateModelResponse(Response):
     """A model was made."""
 
     model_id: str
     type: Literal["create_model"]
 
 
-class Updated(Answer):
+class OptimStepResponse(Response):
     """An update was made."""
 
     metrics: dict[str, float]
 
 
-class Saved(Answer):
+class SaveWeightsResponse(Response):
     """Weights were saved, or loaded: where they are."""
 
     path: str
     type: Literal["save_weights", "load_weights", "save_weights_for_sampler"]
 
 
-class SamplerSaved(Answer):
+class SaveWeightsForSamplerResponse(Response):
     """Weights were saved for one sampler, which is there now."""
 
     sampling_session_id: str
     type: Literal["save_weights_for_sampler"]
 
 
-class Failed(Answer):
+class RequestFailedResponse(Response):
     """The call came to nothing."""
 
     error: str
     category: Literal["user", "server"] = Field(description="Whose fault it was.")
 
 
-Result = ModelMade | Updated | Saved | SamplerSaved | Failed
+Result = (
+    CreateModelResponse
+    | OptimStepResponse
+    | SaveWeightsResponse
+    | SaveWeightsForSamplerResponse
+    | RequestFailedResponse
+)
 """Results of calls that are answered in JSON."""
 
 
-class Refused(Answer):
+class RefusedResponse(Response):
     """Why a request was not done."""
 
     code: str = Field(description="The name of the problem; never changes its meaning.")
