@@ -89,7 +89,7 @@ def server_sampler(
     key_length: int = 128,
     tolerance: float = 0.01,
     timeout: float = 60.0,
-    patience: float = 100.0,
+    server_timeout: float = 100.0,
     seeded: bool = True,
     shared: SharedFolder | None = None,
     sync: WeightSync | None = None,
@@ -100,7 +100,7 @@ def server_sampler(
     servers = [kind(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")
     return ServerSampler(
-        Servers(servers, patience, timing),
+        Servers(servers, server_timeout, timing),
         Witness(served),
         tiny_tokenizer(),
         base=base,

@@ -458,7 +458,7 @@ def _server_sampler(
         own_server = _own_server(config, layout, witness.rank, timing)
         servers = Servers(
             [own_server.server],
-            sampler_config.patience,
+            sampler_config.server_timeout,
             timing,
             lambda: f"Read why in {own_server.log}",
         )
@@ -470,7 +470,7 @@ def _server_sampler(
         kind = SglangServer if sampler_config.engine == "sglang" else Server
         servers = Servers(
             [kind(endpoint, sampler_config.concurrency, timing) for endpoint in endpoints],
-            sampler_config.patience,
+            sampler_config.server_timeout,
             timing,
         )
     if sampler_config.adapter_folder is not None:
@@ -566,7 +566,7 @@ def _own_server(
         cache_folder("vllm") / f"server-{os.getpid()}.log",
         concurrency=sampler_config.concurrency,
         timeout=sampler_config.timeout,
-        patience=sampler_config.patience,
+        server_timeout=sampler_config.server_timeout,
         timing=timing,
     )
 
@@ -869,7 +869,7 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWo
             layout.samplers,
             _first_gpu(layout),
             tells=kind != "sampling",
-            patience=config.distributed.sampler_timeout,
+            timeout=config.distributed.sampler_timeout,
         )
     return LearnerWorkers(layout.learners, read_torchrun_rank(), learning=kind in LEARNING)
 

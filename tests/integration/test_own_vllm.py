@@ -145,7 +145,7 @@ def test_a_slow_start_tells_what_the_server_says(
     monkeypatch.setattr(spawned_server, "REPORTS_EVERY", 0.0)
     python.write_text("#!/bin/sh\necho 'INFO 11-28 11:33:01 [a.py:7] Capturing'\nexec sleep 1000\n")
     given = settings(tmp_path, python)
-    given["sampler"]["patience"] = 2.0
+    given["sampler"]["server_timeout"] = 2.0
     with pytest.raises(UsageError, match="has not answered for 2 s") as failure:
         groupwise.rl(given, TOY)
     assert "has been starting for 1 s: Capturing\n" in capsys.readouterr().err

@@ -271,7 +271,7 @@ def test_a_run_that_is_killed_while_it_sends_weights_goes_on_when_its_server_is_
     tmp_path, gloo, server
 ):
     given = full_settings(
-        tmp_path / "runs", server.url, weight_transfer="nccl", timeout=1, patience=2
+        tmp_path / "runs", server.url, weight_transfer="nccl", timeout=1, server_timeout=2
     )
     run = 0
 

@@ -50,13 +50,13 @@ _CHECKS_PER_TIMEOUT = 8
 
 
 class SamplerWorkers(SpawnedWorkers):
-    """`count` samplers. One that ends, or is silent for longer than `patience` seconds, is replaced. With `tells`, the first one sends the
+    """`count` samplers. One that ends, or is silent for longer than `timeout` seconds, is replaced. With `tells`, the first one sends the
     package's log."""
 
-    def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
+    def __init__(self, count: int, first_gpu: int, *, tells: bool, timeout: float) -> None:
         super().__init__(count, "sampler", first_gpu)
-        self._patience = patience
-        self._heartbeat_interval = self._check_interval = patience / _CHECKS_PER_TIMEOUT
+        self._timeout = timeout
+        self._heartbeat_interval = self._check_interval = timeout / _CHECKS_PER_TIMEOUT
         self._silent: Counter[int] = Counter()
         """Consecutive silence checks, `_heartbeat_interval` seconds apart, without a message from each sampler."""
         self._checked_at = time.monotonic()
@@ -116,7 +116,7 @@ class SamplerWorkers(SpawnedWorkers):
 
     def _send_setup(self, rank: int, channel: MessageChannel) -> None:
         """See `SpawnedWorkers._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
-        channel.set_send_timeout(self._patience)
+        channel.set_send_timeout(self._timeout)
         super()._send_setup(rank, channel)
 
     def _handle_message(self, rank: int, message: RankMessage) -> None:
@@ -180,9 +180,9 @@ class SamplerWorkers(SpawnedWorkers):
             self._silent[rank] += 1
             starting = rank not in self._pids
             if self._silent[rank] * self._heartbeat_interval > (
-                START_TIMEOUT if starting else self._patience
+                START_TIMEOUT if starting else self._timeout
             ):
-                hangs = f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
+                hangs = f"it gave no sign of life for {self._timeout:g} s (distributed.sampler_timeout), and was killed."
                 reason = self._handle_disconnect(rank, _STARTED_TOO_LATE if starting else hangs)
                 if reason is not None:
                     return reason

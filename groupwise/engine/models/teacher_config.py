@@ -18,7 +18,7 @@ KEYS = {
         "api_key_env",
         "concurrency",
         "timeout",
-        "patience",
+        "server_timeout",
         "on_failure",
     ),
 }
@@ -84,7 +84,7 @@ class TeacherConfig(Strict):
     timeout: float = setting(
         600.0, "endpoint: seconds in which a request must be answered.", on_resume="free", gt=0
     )
-    patience: float = setting(
+    server_timeout: float = setting(
         600.0,
         "endpoint: seconds for which a request is repeated while no server answers.",
         on_resume="free",

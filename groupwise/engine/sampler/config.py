@@ -54,7 +54,7 @@ SERVER_KEYS = (
     "logprob_tolerance",
     "concurrency",
     "timeout",
-    "patience",
+    "server_timeout",
     "api_key_env",
     "seeded",
     "vllm_python",
@@ -142,7 +142,7 @@ class SamplerConfig(Strict):
         on_resume="free",
         gt=0,
     )
-    patience: float = setting(
+    server_timeout: float = setting(
         600.0,
         "Seconds for which the run waits when no server answers; enough for one that is started anew.",
         on_resume="free",

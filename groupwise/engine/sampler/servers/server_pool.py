@@ -2,7 +2,7 @@
 
 A request goes to the server with the fewest completions in progress. A server that does not answer is paused, longer each time, and then
 tried again, so it returns to use without intervention. A failed request goes to another server; if there is none, it waits. After
-`patience` seconds without any answer the run ends, with the last error.
+`server_timeout` seconds without any answer the run ends, with the last error.
 """
 
 from __future__ import annotations
@@ -199,18 +199,18 @@ class Servers:
     def __init__(
         self,
         servers: Sequence[Server],
-        patience: float,
+        server_timeout: float,
         timing: Timing,
         remedy: Callable[[], str] = lambda: "Start one there (sampler.url)",
-        patience_key: str = "sampler.patience",
+        server_timeout_key: str = "sampler.server_timeout",
     ) -> None:
-        """`patience`: seconds without an answer from any server after which a request is given up, and its key in the config; `remedy`:
-        advice for that error."""
+        """`server_timeout`: seconds without an answer from any server after which a request is given up, and its key in the config.
+        `remedy`: advice for that error."""
         self.all = tuple(servers)
-        self._patience = patience
+        self._server_timeout = server_timeout
         self._timing = timing
         self._remedy = remedy
-        self._patience_key = patience_key
+        self._server_timeout_key = server_timeout_key
 
     async def ask(self, work: Callable[[Server], Awaitable[T]], completions: int = 1) -> T:
         """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary. `completions`:
@@ -225,7 +225,10 @@ class Servers:
                 if not error.may_pass:
                     raise
                 server.note_failure(error)
-                deadline, last_error = min(deadline, self._timing.clock() + self._patience), error
+                deadline, last_error = (
+                    min(deadline, self._timing.clock() + self._server_timeout),
+                    error,
+                )
                 if self._timing.clock() >= deadline:
                     raise self._no_server_error(last_error) from None
             else:
@@ -236,7 +239,7 @@ class Servers:
 
     async def _least_loaded(self, deadline: float, last_error: EndpointError | None) -> Server:
         """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
-        deadline = min(deadline, self._timing.clock() + self._patience)
+        deadline = min(deadline, self._timing.clock() + self._server_timeout)
         while True:
             now = self._timing.clock()
             ready = [server for server in self.all if server.alone_until <= now]
@@ -251,7 +254,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
-            f"None of the servers ({urls}) has answered for {self._patience:g} s ({self._patience_key}). {self._remedy()}, then go on "
-            f"with --resume.{last_words}",
+            f"None of the servers ({urls}) has answered for {self._server_timeout:g} s ({self._server_timeout_key}). {self._remedy()}, "
+            f"then go on with --resume.{last_words}",
             None if last_error is None else last_error.status,
         )

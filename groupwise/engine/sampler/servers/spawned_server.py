@@ -206,10 +206,10 @@ class SpawnedServer:
         *,
         concurrency: int,
         timeout: float,
-        patience: float,
+        server_timeout: float,
         timing: Timing,
     ) -> None:
-        """`log`: file to which the server's output is appended. `timeout`: seconds for one request; `patience`: seconds for its start."""
+        """`log`: file to which the server's output is appended. `timeout`: seconds for one request; `server_timeout`: for its start."""
         self.spec = spec
         self.log = log
         """File of the server's output; see `follow`."""
@@ -220,7 +220,7 @@ class SpawnedServer:
             "http://localhost", spec.name, timeout=timeout, socket=str(self._socket)
         )
         self.server = Server(endpoint, concurrency, timing)
-        self._patience = patience
+        self._server_timeout = server_timeout
         self._timing = timing
         self._adapters: str | None = None
         self._supervisor: threading.Thread | None = None
@@ -251,8 +251,8 @@ class SpawnedServer:
                 self._answered.set()
                 self._report(f"The vLLM of this run answers after {clock() - begin:.0f} s")
                 return
-            if not self._failure and clock() >= begin + self._patience:
-                self._failure = f"has not answered for {self._patience:g} s (sampler.patience): {self._reason()}"
+            if not self._failure and clock() >= begin + self._server_timeout:
+                self._failure = f"has not answered for {self._server_timeout:g} s (sampler.server_timeout): {self._reason()}"
             if self._failure:
                 await asyncio.to_thread(self.close)
                 raise UsageError(
@@ -424,8 +424,8 @@ def server_gpus(
 
 def _end_server(process: subprocess.Popen[bytes]) -> None:
     """End a server with all processes that it started; they are in its process group."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+    for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(seconds)

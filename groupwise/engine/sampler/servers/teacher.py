@@ -61,10 +61,10 @@ class EndpointTeacher:
                 )
                 for url in config.urls
             ],
-            config.patience,
+            config.server_timeout,
             timing,
             lambda: "Start one there (teacher.url)",
-            patience_key="teacher.patience",
+            server_timeout_key="teacher.server_timeout",
         )
         self._echoes = config.engine == "openai"
         self._name, self._tokenizer, self._top = name, tokenizer, top

@@ -248,12 +248,12 @@ async def test_another_model_at_the_address_of_a_lost_server_is_noticed(learner,
         await sampler.generate(request())
 
 
-async def test_without_any_server_the_run_ends_after_its_patience(learner, server):
+async def test_without_any_server_the_run_ends_after_its_timeout(learner, server):
     clock = Clock()
-    sampler = server_sampler([server.url], learner, clock=clock, patience=50.0)
+    sampler = server_sampler([server.url], learner, clock=clock, server_timeout=50.0)
     await sampler.load(await learner.publish(0))
     server.end()
-    with pytest.raises(EndpointError, match=r"sampler\.patience.*--resume"):  # fmt: skip
+    with pytest.raises(EndpointError, match=r"sampler\.server_timeout.*--resume"):  # fmt: skip
         await sampler.generate(request(1))
     assert sum(clock.slept) == pytest.approx(50.0)
     assert clock.slept[:4] == [1.0, 2.0, 4.0, 8.0]
