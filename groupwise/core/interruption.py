@@ -195,13 +195,13 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def run_undisturbed(work: Awaitable[T]) -> T:
-    """Await work that must not end half-way: if the wait is cancelled, the work is completed first."""
-    task = asyncio.ensure_future(work)
+async def wait_until_done(work: Awaitable[T]) -> T:
+    """Wait for the work's end even if cancelled: it must not stop half-way, and a thread cannot be stopped at all."""
+    working = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)
+        return await asyncio.shield(working)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await asyncio.wait([working])
         raise
 
 

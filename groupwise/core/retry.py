@@ -1,7 +1,7 @@
 """Retries of something that may succeed later, such as a connection to a server that restarts: how long to pause, and how long in all.
 
-`doubled` is the bound of a pause. `Backoff` counts failures and draws the pauses, `Retry` gives up after a time, `Outage` also tells people
-of it. `Timing` holds clocks, sleep and random numbers, so tests need not wait.
+`doubled` is the bound of a pause. `Backoff` counts failures and draws the pauses, `Retry` gives up after a time. `Outage` reports
+that something does not answer, `ReportedRetry` does both. `Timing` holds clocks, sleep and random numbers, so tests need not wait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -89,26 +90,54 @@ class Retry:
 
 
 class Outage:
-    """A time in which something does not answer: one message when it begins, and one when it is over."""
+    """Reports once that something does not answer, and once that it answers again. Several calls may share it."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._is_reported = False
+
+    @contextmanager
+    def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
+        """Report to this function while the context lasts."""
+        previous, self._report = self._report, report
+        try:
+            yield
+        finally:
+            self._report = previous
+
+    def begin(self, message: str) -> None:
+        """Call after a failure: reports the first one of an outage."""
+        if not self._is_reported:
+            self._is_reported = True
+            self._report(message)
+
+    def end(self, message: str) -> None:
+        """Call after an answer: reports it if an outage was reported."""
+        if self._is_reported:
+            self._is_reported = False
+            self._report(message)
+
+
+class ReportedRetry:
+    """A `Retry` whose outages are reported."""
 
     def __init__(
-        self, retry: Retry, tell: Callable[[str], None], lost: Callable[[Exception], str], back: str
+        self,
+        retry: Retry,
+        report: Callable[[str], None],
+        lost: Callable[[Exception], str],
+        back: str,
     ) -> None:
-        """`lost` makes the first message from the first error, `back` is the last message."""
-        self._retry, self._tell, self._lost, self._back = retry, tell, lost, back
-        self._is_reported = False
+        """`lost` makes the first message of an outage from its first error, `back` is its last message."""
+        self._retry, self._outage, self._lost, self._back = retry, Outage(report), lost, back
 
     def pause(self, error: Exception) -> float:
         """Seconds until the next attempt. Raises the error if the time for attempts is over."""
         pause = self._retry.next(error)
-        if not self._is_reported:
-            self._is_reported = True
-            self._tell(self._lost(error))
+        self._outage.begin(self._lost(error))
         return pause
 
     def end(self) -> None:
         """Call after an answer."""
         self._retry.renew()
-        if self._is_reported:
-            self._is_reported = False
-            self._tell(self._back)
+        self._outage.end(self._back)

@@ -362,7 +362,7 @@ class AsyncTrainingClient:
                 if not (stream and response.is_success):
                     response = await read_response_async(response)
                 if response.is_success:
-                    connection.outage.ends(connection.url)
+                    connection.report_answer()
                     return response
                 error, retryable = refusal(response, connection)
             except ResponseTooLarge as too_large:
@@ -372,7 +372,7 @@ class AsyncTrainingClient:
             if not retryable:
                 raise error
             wait = retry.next(error, error.retry_after or 0.0)
-            connection.outage.begins(error, retry.left)
+            connection.report_failure(error, retry.left)
             await self._sleep(wait)
 
     async def _sleep(self, seconds: float) -> None:

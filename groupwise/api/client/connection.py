@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS
 from groupwise.core.errors import UsageError
-from groupwise.core.retry import Backoff, Retry, Timing
+from groupwise.core.retry import Backoff, Outage, Retry, Timing
 
 log = logging.getLogger(__name__)
 
@@ -55,35 +54,6 @@ FIRST, LONGEST = 0.5, 30.0
 """Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
 
 
-@dataclass(slots=True)
-class Outage:
-    """Reports once that a server fails, and once that it answers again. All calls of a client share it: they fail together."""
-
-    is_reported: bool = False
-    report: Callable[[str], None] = log.warning
-
-    @contextmanager
-    def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
-        """Report to this function instead of the log while the context lasts."""
-        previous, self.report = self.report, report
-        try:
-            yield
-        finally:
-            self.report = previous
-
-    def begins(self, error: ClientError, seconds: float) -> None:
-        """Report that a call failed and will be retried for up to `seconds`, unless the outage was reported already."""
-        if not self.is_reported and isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
-            self.is_reported = True
-            self.report(f"{error} Trying again for up to {seconds:.0f} seconds.")
-
-    def ends(self, url: str) -> None:
-        """Report that the server answers again, if an outage was reported."""
-        if self.is_reported:
-            self.is_reported = False
-            self.report(f"{url} answers again.")
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """The server's address, the key, and the time limits."""
@@ -93,7 +63,8 @@ class Connection:
     retry_timeout: float = RETRY_TIMEOUT
     timeout: float = TIMEOUT
     timing: Timing = field(default_factory=Timing, repr=False)
-    outage: Outage = field(default_factory=Outage, repr=False, compare=False)
+    outage: Outage = field(default_factory=lambda: Outage(log.warning), repr=False, compare=False)
+    """Shared by all calls of a client, because they fail together."""
 
     @classmethod
     def of(
@@ -133,6 +104,15 @@ class Connection:
     def no_server_timeout(self) -> float:
         """Seconds during which refused connections are retried."""
         return NO_SERVER_TIMEOUT if self.retry_timeout == RETRY_TIMEOUT else self.retry_timeout
+
+    def report_failure(self, error: ClientError, seconds: float) -> None:
+        """Report that a call failed and will be retried for up to `seconds`, unless the server itself refused it."""
+        if isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
+            self.outage.begin(f"{error} Trying again for up to {seconds:.0f} seconds.")
+
+    def report_answer(self) -> None:
+        """Report that the server answers again, if an outage was reported."""
+        self.outage.end(f"{self.url} answers again.")
 
     def retry(self, seconds: float | None = None) -> Retry:
         """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""

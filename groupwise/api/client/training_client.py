@@ -376,7 +376,7 @@ class TrainingClient:
                 if not (stream and response.is_success):
                     response = read_response(response)
                 if response.is_success:
-                    connection.outage.ends(connection.url)
+                    connection.report_answer()
                     return response
                 error, retryable = refusal(response, connection)
             except ResponseTooLarge as too_large:
@@ -386,7 +386,7 @@ class TrainingClient:
             if not retryable:
                 raise error
             wait = retry.next(error, error.retry_after or 0.0)
-            connection.outage.begins(error, retry.left)
+            connection.report_failure(error, retry.left)
             self._sleep(wait)
 
     def _sleep(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core import atomic_files
-from groupwise.core.interruption import run_undisturbed
+from groupwise.core.interruption import wait_until_done
 from groupwise.core.types import (
     LossSpec,
     OptimiserParams,
@@ -202,7 +202,7 @@ class TorchLearner:
 
         Threads hash and write the weights, which takes seconds for a large model. Raises `StoreError` if the files cannot be written.
         """
-        return await run_undisturbed(asyncio.to_thread(self._publish, version))
+        return await wait_until_done(asyncio.to_thread(self._publish, version))
 
     def _publish(self, version: int) -> Policy:
         folder = publications.version_folder(self._publish_folder, version)

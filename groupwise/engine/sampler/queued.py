@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError, UsageError
-from groupwise.core.interruption import run_undisturbed
+from groupwise.core.interruption import wait_until_done
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy, TopLogprobs
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
@@ -167,7 +167,7 @@ class QueuedSampler(ABC):
             )
         self._loading = loading = asyncio.ensure_future(self._take_weights(policy))
         try:
-            await run_undisturbed(loading)  # half of the new weights would be no policy
+            await wait_until_done(loading)  # half of the new weights would be no policy
         finally:
             self._loading = None
 

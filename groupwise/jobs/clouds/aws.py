@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.clouds.aws_checks import Access, check
 from groupwise.jobs.clouds.aws_costs import cost_of, usage_of, with_forgotten
 from groupwise.jobs.clouds.aws_machines import (
@@ -56,7 +57,6 @@ from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.answers import LogPart
 from groupwise.jobs.hosts.driver import Resume
 from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.fetching import wait_until_done
 from groupwise.jobs.hosts.files import BlobStore
 
 LOG_PIECE = 1 << 20

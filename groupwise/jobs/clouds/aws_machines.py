@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.clouds.aws_checks import DISK_GB, Access, check_image, price_of
 from groupwise.jobs.clouds.aws_state import Record
 from groupwise.jobs.clouds.backend import (
@@ -37,7 +38,6 @@ from groupwise.jobs.clouds.ec2 import (
 )
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.fetching import wait_until_done
 from groupwise.jobs.hosts.ssh import Address, SshHost
 
 INSTANCE_TYPE = "g5.2xlarge"

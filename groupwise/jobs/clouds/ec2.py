@@ -167,7 +167,7 @@ class InstanceType:
     vcpus: int
     memory_mb: int
     architectures: tuple[str, ...]
-    """Processor architectures that it supports, such as x86_64 and arm64."""
+    """Its processor architectures, such as x86_64 and arm64."""
     gpus: int = 0
     """Whole GPUs. A machine with a part of a GPU has none."""
     gpu: str = ""

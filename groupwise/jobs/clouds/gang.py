@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
+from groupwise.core.interruption import wait_until_done
 from groupwise.core.rendezvous import KEY, KEY_FILE, new_secret, rendezvous_variables
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import (
@@ -31,7 +32,6 @@ from groupwise.jobs.clouds.folder import ResultsFolder
 from groupwise.jobs.clouds.machine import NAME_ALL, OVERTAKEN, TRIES, MachineBackend
 from groupwise.jobs.hosts.answers import MemberState
 from groupwise.jobs.hosts.driver import Launch, Resume, Runner
-from groupwise.jobs.hosts.fetching import wait_until_done
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import JobSpec
 

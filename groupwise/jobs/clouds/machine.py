@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from groupwise.core.errors import UsageError
+from groupwise.core.interruption import wait_until_done
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import (
     Busy,
@@ -52,7 +53,7 @@ from groupwise.jobs.hosts.driver import (
     Scheduler,
 )
 from groupwise.jobs.hosts.failures import FailureClass, classify, has_succeeded
-from groupwise.jobs.hosts.fetching import Fetcher, FileChanged, wait_until_done
+from groupwise.jobs.hosts.fetching import Fetcher, FileChanged
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import (
     HostError,

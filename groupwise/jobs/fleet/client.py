@@ -475,7 +475,7 @@ class FleetClient:
 
     def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        failures, outage = 0, self.retries.outage()
+        failures, retry = 0, self.retries.retry()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
@@ -493,9 +493,9 @@ class FleetClient:
                         offset += len(piece)
                         failures = 0
                         backoff.reset()
-                        outage.end()
+                        retry.end()
                         yield piece
-                    outage.end()
+                    retry.end()
                     return
             except httpx2.TransportError as error:
                 failure = self._unreachable_error("GET", path, error)
@@ -507,7 +507,7 @@ class FleetClient:
                 continue
             failures += 1
             if silent or failures % TRIES == 0 or not is_temporary(failure):
-                self.retries.pause_or_raise(outage, failure)
+                self.retries.pause_or_raise(retry, failure)
             self._sleep(backoff.next())
 
     # Machines, projects, keys, state

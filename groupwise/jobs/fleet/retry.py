@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, RunError
-from groupwise.core.retry import Backoff, Outage, Retry
+from groupwise.core.retry import Backoff, ReportedRetry, Retry
 
 T = TypeVar("T")
 RETRY_SECONDS = 600.0
@@ -54,19 +54,19 @@ class RequestRetries:
 
     def ask(self, request: Callable[[], T]) -> T:
         """Repeat a safe request until it is answered. When the time is over, its last error is raised."""
-        outage = self.outage()
+        retry = self.retry()
         while True:
             try:
                 answer = request()
             except GroupwiseError as error:
-                self.pause_or_raise(outage, error)
+                self.pause_or_raise(retry, error)
             else:
-                outage.end()
+                retry.end()
                 return answer
 
-    def outage(self) -> Outage:
-        """Track a period without an answer, for callers that do not use `ask`."""
-        return Outage(
+    def retry(self) -> ReportedRetry:
+        """Retries of one request, for callers that do not use `ask`."""
+        return ReportedRetry(
             Retry(self.seconds, Backoff(PAUSE, PAUSE, low=1.0), self._clock),
             self._tell,
             lambda error: (
@@ -75,11 +75,11 @@ class RequestRetries:
             "the fleet answers again",
         )
 
-    def pause_or_raise(self, outage: Outage, error: GroupwiseError) -> None:
+    def pause_or_raise(self, retry: ReportedRetry, error: GroupwiseError) -> None:
         """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
         if not is_temporary(error):
             raise error
-        self._sleep(outage.pause(error))
+        self._sleep(retry.pause(error))
 
 
 def is_temporary(error: GroupwiseError) -> bool:

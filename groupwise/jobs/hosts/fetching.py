@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.hosts.driver import MAX_GATHERED_FILES, PIECE, Runner, batches_by_size
 from groupwise.jobs.hosts.files import hash_of
 from groupwise.jobs.hosts.port import RunnerRefused
@@ -39,16 +40,6 @@ class DiskWork(Protocol):
 def run_in_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
     """The default `DiskWork`."""
     return asyncio.to_thread(fn)
-
-
-async def wait_until_done(work: Awaitable[T]) -> T:
-    """Wait for the work's end even if cancelled: a thread cannot be stopped, and another caller may use the folder next."""
-    working = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
 
 
 class Fetcher:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from groupwise.core.retry import Backoff, Outage, Retry
+from groupwise.core.retry import Backoff, ReportedRetry, Retry
 from groupwise.jobs.clouds.backend import (
     Backend,
     Busy,
@@ -96,12 +96,14 @@ async def with_retries(
         RETRY_TIMEOUT, Backoff(RETRY_SECONDS, RETRY_SECONDS, low=1.0), clock=time.monotonic
     )
     retry.renew()  # the time counts from the first failure
-    outage = Outage(retry, say, lambda error: f"{error} Asking again.", "it answers again")
+    reported_retry = ReportedRetry(
+        retry, say, lambda error: f"{error} Asking again.", "it answers again"
+    )
     while True:
         try:
             answer = await call()
         except passing as error:
-            await asyncio.sleep(outage.pause(error))
+            await asyncio.sleep(reported_retry.pause(error))
         else:
-            outage.end()
+            reported_retry.end()
             return answer

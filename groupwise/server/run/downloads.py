@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
+from groupwise.core.interruption import wait_until_done
+
 CHUNK = 1 << 20
 """Bytes per read; about the same amount is sent at a time."""
 STORED = (".safetensors", ".gguf", ".bin")
@@ -60,12 +62,8 @@ async def zip_pieces(version: OpenVersion) -> AsyncGenerator[bytes]:
     """The zip file in pieces of about `CHUNK` bytes. Files are read in a thread, so a slow disk does not block the event loop."""
     chunks = _zip_chunks(version.files)
     while True:
-        reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
-        try:
-            chunk = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            await asyncio.wait((reading,))  # else the files would be closed during the read
-            raise
+        # To its end, else the files would be closed during the read.
+        chunk = await wait_until_done(asyncio.to_thread(next, chunks, None))
         if chunk is None:
             return
         if chunk:

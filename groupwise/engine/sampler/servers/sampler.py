@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
-from groupwise.core.interruption import gather_all, run_undisturbed
+from groupwise.core.interruption import gather_all, wait_until_done
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.servers import probe
@@ -156,13 +156,13 @@ class ServerSampler:
             )
         previous, self._served = self._served, None
         # A thread, because reading, hashing and copying take seconds for a large model.
-        served = await run_undisturbed(asyncio.to_thread(self._take_weights, policy))
+        served = await wait_until_done(asyncio.to_thread(self._take_weights, policy))
         await self._prepare_all(served)
         if previous is not None and previous.folder != served.folder:
             self._sync.remove(previous)
 
     def _take_weights(self, policy: Policy) -> Served:
-        """Read and verify the publication here, and put it where the servers find it."""
+        """Read the published weights, check their fingerprint, and give them to the servers."""
         self._witness.read(policy.path)
         self._fingerprint = self._witness.fingerprint()
         refuse_other_weights(policy, self._fingerprint)

@@ -30,6 +30,7 @@ from typing import TypeVar
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.fleet.attempts.controller import Collected, Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.disk_full import no_room
@@ -37,7 +38,7 @@ from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
 from groupwise.jobs.hosts.answers import WorkTree
-from groupwise.jobs.hosts.fetching import Fetcher, FileChanged, wait_until_done
+from groupwise.jobs.hosts.fetching import Fetcher, FileChanged
 from groupwise.jobs.hosts.files import BlobError, BlobStore, sync_folder
 from groupwise.jobs.hosts.spec import Limits, Manifest, from_json
 

@@ -34,7 +34,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError, UsageError
-from groupwise.core.retry import Backoff, Outage, Retry
+from groupwise.core.retry import Backoff, ReportedRetry, Retry
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines.builder import PRUNE_AFTER_SECONDS
 from groupwise.jobs.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
@@ -370,7 +370,7 @@ class _Follower:
         self._partial_line = b""
         retry = Retry(CONNECTION_TIMEOUT, Backoff(AGAIN, AGAIN, low=1.0))
         retry.renew()  # the time counts from the first failure
-        self._outage = Outage(
+        self._retry = ReportedRetry(
             retry,
             tell,
             lambda error: (
@@ -391,15 +391,15 @@ class _Follower:
                     {(state.job, state.epoch): known}, seconds=WAIT
                 ):
                     state = new_state
-                self._outage.end()
+                self._retry.end()
             except (HostUnreachable, OutcomeUnknown) as error:
-                await asyncio.sleep(self._outage.pause(error))
+                await asyncio.sleep(self._retry.pause(error))
 
     async def _read_log(self, state: MemberState) -> None:
         """Read the log up to its present end. An attempt that has ended writes no more, so this is then the whole log."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
-            self._outage.end()
+            self._retry.end()
             if not part.data:
                 break
             self._offset += len(part.data)
