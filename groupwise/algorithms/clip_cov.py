@@ -82,7 +82,7 @@ class ClipCov(Clipped):
             if self.clip_cov_low < covariance < self.clip_cov_high
         ]
         count = max(1, int(self.clip_cov_ratio * len(covariances)))
-        return without(groups, credits, frozenset(sorted(within, key=_shuffled)[:count]))
+        return zero_advantages(groups, credits, frozenset(sorted(within, key=_shuffled)[:count]))
 
 
 def token_covariances(
@@ -110,7 +110,7 @@ def token_covariances(
     }
 
 
-def without(
+def zero_advantages(
     groups: Sequence[Group],
     credits: Sequence[Sequence[RolloutCredit | None]],
     chosen: frozenset[Place],

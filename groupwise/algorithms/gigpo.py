@@ -69,7 +69,7 @@ class Gigpo(Clipped):
     )
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Those of whole rollouts; `credits` adds those of turns."""
+        """The advantages of whole rollouts; `credits` adds those of turns."""
         return group_relative(groups, self.scale_rewards)
 
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:

@@ -25,7 +25,7 @@ from typing import ClassVar
 from groupwise.algorithms import ops
 from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.clip_cov import token_covariances, without
+from groupwise.algorithms.clip_cov import token_covariances, zero_advantages
 from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, RolloutCredit
@@ -75,7 +75,7 @@ class KlCov(GroupRelative):
         ]
         count = max(1, int(self.kl_cov_ratio * len(covariances)))
         largest = sorted(places, key=lambda place: (-covariances[place], place))[:count]
-        return without(groups, credits, frozenset(largest))
+        return zero_advantages(groups, credits, frozenset(largest))
 
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
         """Also true if all tokens of the only rollout with an advantage are chosen ones."""

@@ -33,7 +33,7 @@ class Slopes:
     targets: Targets
     weight_VH: Tensor
     chosen_NH: Tensor
-    """Of log-probabilities; for places with several targets, the part that they share."""
+    """Gradient with respect to log-probabilities; for places with several targets, the part that they share."""
     entropy_NH: Tensor | None
 
     def gradient(self, d_logprobs_N: Tensor, d_entropies_N: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class HeadNumbers:
         return self._logprobs_N, self._entropies_N, *self._unused()
 
     def constant(self) -> tuple[Tensor, ...]:
-        """Those of the `outputs` that have no gradient."""
+        """The `outputs` that have no gradient."""
         entropies = () if self._targets.outputs.entropy_gradient else (self._entropies_N,)
         return *entropies, *self._unused()
 

@@ -227,7 +227,7 @@ class Decoder:
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
 
     def _fuse_modules(self) -> None:
-        """Have a GPU compute norms, SwiGLUs and rotary positions by one kernel each."""
+        """On a GPU, compute each norm, SwiGLU and rotary embedding with one fused kernel."""
         fuse(self.model)
 
     def _choose_attention(self) -> None:

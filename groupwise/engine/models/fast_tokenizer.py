@@ -26,7 +26,7 @@ _SAVED = {"backend": "tokenizers", "is_local": True, "local_files_only": True}
 _KNOWN = {*NAMED, *_SAVED, "tokenizer_class", "model_max_length", "extra_special_tokens"}
 _KNOWN |= {"clean_up_tokenization_spaces"}
 _REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")
-"""Model types of whose large vocabularies transformers repairs the tokenizer."""
+"""Model types whose tokenizer transformers repairs if its vocabulary is large."""
 
 
 def read_fast_tokenizer(folder: Path) -> FastTokenizer | None:

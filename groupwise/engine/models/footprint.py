@@ -25,7 +25,7 @@ from groupwise.engine.models.native.facts import (
     STRETCH,
     head_size,
     multiple,
-    numba_was_imported,
+    numba_works,
     pages_of_a_row,
 )
 
@@ -273,7 +273,7 @@ def footprint_of(
     With `by_modules`, or if an adapter has dropout, the learner uses transformers' modules.
     """
     size, on_cpu = bytes_of(dtype), device == "cpu"
-    native = counts.native and (not on_cpu or numba_was_imported())
+    native = counts.native and (not on_cpu or numba_works())
     # Frozen weights that were published in bfloat16 are packed in bfloat16, even if they are computed in float32.
     packed = 2 if counts.in_bfloat16 and not full else size
     return Footprint(

@@ -64,7 +64,7 @@ SERVER_KEYS = (
 )
 """Keys of the engines vllm and sglang about where and how servers are called; they do not affect the draws."""
 SPAWNED_SERVER_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
-"""Those keys that are passed to a server which the run starts itself."""
+"""The keys that are passed to a server which the run starts itself."""
 
 
 class SamplerConfig(Strict):

@@ -87,7 +87,7 @@ class Limits:
     """Disk space in MB that must be free on the machine before the start."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
-    """Largest number of files; MOST_ARTEFACTS at most."""
+    """Largest number of artefact files that a job may leave. It cannot be more than MOST_ARTEFACTS."""
 
 
 @dataclass(frozen=True, slots=True)

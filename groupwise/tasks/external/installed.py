@@ -93,9 +93,11 @@ def install(
         existing = find(name)
         if existing is not None and not again and locked is None:
             are_folders = content is not None and existing.content is not None
-            is_same = (existing.requirements[are_folders:], existing.kind) == (
-                requirements[are_folders:],
-                kind,
+            source_before, *others_before = existing.requirements
+            is_same = (
+                existing.kind == kind
+                and others_before == list(requirements[1:])
+                and (are_folders or source_before == requirement)
             )
             if is_same and existing.content == content:
                 return existing

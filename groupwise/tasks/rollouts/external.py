@@ -68,7 +68,7 @@ class _Ending:
     reason: str | None = None
     played: Played = field(default_factory=Played)
     name: str = ""
-    """By which the process knows it; empty if it did not answer."""
+    """The name by which the process knows the attempt; empty if it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Turn:
 
     prompt: Prompt
     rollout: Rollout
-    """As sampled: the prompt's tokens, and one segment of the policy."""
+    """The conversation as it was sampled: the prompt's tokens, and one segment of the policy."""
 
 
 @dataclass(slots=True)

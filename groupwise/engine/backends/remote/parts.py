@@ -73,7 +73,7 @@ class RemotePartsSpec:
     run: str
     publish_folder: Path
     longest_prompt: int | None
-    """In tokens; None if nothing is sampled."""
+    """Length in tokens; None if nothing is sampled."""
     base: str
     """Identity of the base; see `groupwise.engine.models.identity`."""
     called: str | None = None

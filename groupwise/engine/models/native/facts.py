@@ -56,8 +56,11 @@ def without_numba() -> str | None:
     return None
 
 
-def numba_was_imported() -> bool:
-    """True if numba can be used, as an earlier process found with the same versions; otherwise it is imported here, for half a second."""
+def numba_works() -> bool:
+    """True if numba can be imported.
+
+    It takes half a second to find out, so a success is noted in the cache, for other processes with the same versions.
+    """
     if "numba" in sys.modules:
         return without_numba() is None
     try:

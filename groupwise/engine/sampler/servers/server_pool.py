@@ -225,10 +225,8 @@ class Servers:
                 if not error.may_pass:
                     raise
                 server.note_failure(error)
-                deadline, last_error = (
-                    min(deadline, self._timing.clock() + self._server_timeout),
-                    error,
-                )
+                last_error = error
+                deadline = min(deadline, self._timing.clock() + self._server_timeout)
                 if self._timing.clock() >= deadline:
                     raise self._no_server_error(last_error) from None
             else:

@@ -164,7 +164,7 @@ class Snapshot:
 
 
 def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
-    """The attempts among these that the owner still has, all read at one moment."""
+    """A snapshot of each attempt in `epochs` that still belongs to `owner`, by epoch. All are read in one transaction."""
     rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
     epochs = [row.epoch for row in rows]
     reservations = _reservations_held(session, epochs)

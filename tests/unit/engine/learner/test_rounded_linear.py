@@ -1,4 +1,4 @@
-"""Linear layers and experts that round their weights again for the gradient, against torch's autocast and weights in bfloat16."""
+"""Linear layers and experts round their weights again in the backward pass: same results as torch's autocast and as bfloat16 weights."""
 
 import copy
 from typing import Any
