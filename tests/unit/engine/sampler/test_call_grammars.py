@@ -200,13 +200,13 @@ WIDE = json.dumps({"type": "object", "properties": {f"p{n}": {} for n in range(4
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_tool(schema, said):
-    started = time.process_time()
+    started = time.thread_time()
     for calls in (CallGrammar((("bad", schema),)), CallGrammar((TOOLS[0], ("bad", schema)))):
         with pytest.raises(UsageError, match=f"'bad'.*{said}"):
             check_calls(calls)
         with pytest.raises(UsageError, match=f"'bad'.*{said}"):
             SchemaMasks(TOKENIZER).masks(None, (EOS,), 1, calls)
-    assert time.process_time() - started < 1, "others wait for it"
+    assert time.thread_time() - started < 2, "others wait for it"
 
 
 def test_memory_does_not_grow_with_schemas():

@@ -106,10 +106,10 @@ def test_bounds_and_what_does_not_matter(texts):
     "<answer>" + "\u200b" * 20_000,
 ])  # fmt: skip
 def test_long_repetitions_are_read_quickly(text):
-    begun = time.process_time()
+    begun = time.thread_time()
     for reward in REWARDS:
         value(reward, text)
-    assert time.process_time() - begun < 2.0
+    assert time.thread_time() - begun < 2.0
 
 
 @given(st.sets(st.integers(0, 3)), st.integers(0, 3))

@@ -76,11 +76,11 @@ SLOW = [
 
 @pytest.mark.parametrize("answer", SLOW, ids=lambda answer: answer[:20])
 def test_what_takes_long_to_work_out_is_soon_told_to_be_wrong(answer):
-    began = time.process_time()
+    began = time.thread_time()
     assert not matches_any(["x+7"], answer)
     assert not matches_any([answer], "x+7")
     assert matches_any([answer], f" {answer} ")
-    assert time.process_time() - began < 2.0
+    assert time.thread_time() - began < 10, "worked out, each would take minutes or all memory"
 
 
 async def test_it_scores_in_the_thread_of_the_run():
@@ -102,11 +102,11 @@ async def test_it_scores_in_the_thread_of_the_run():
 
 def test_long_repetitions_are_read_quickly():
     for sign in ("$", "{", r"\boxed{", "^", "(", " ", r"\text{", "1", "a", "<", "√(", "√((a)", "²"):
-        begun = time.process_time()
+        begun = time.thread_time()
         value(MathAnswer(), tagged(sign * 20_000), "x+1")
         value(PureAccuracyMath(), "<think>x</think>" + tagged(sign * 20_000), "x+1")
         value(MathAnswer(), sign * 20_000, "x+1")
-        assert time.process_time() - begun < 2.0, sign
+        assert time.thread_time() - begun < 2.0, sign
 
 
 # math_answer
@@ -201,7 +201,7 @@ def test_an_answer_that_cannot_be_worked_out_is_wrong_and_harms_no_other(reward,
 
 def test_tolerant_of_long_answers():
     reward = MathAnswer(tolerant=True)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert value(reward, tagged("5") * 20_000, "5") == 3.0
     assert value(reward, tagged("5") + "x" * 99 + tagged(" 5 "), "5") == 1.5
-    assert time.perf_counter() - begun < 0.5
+    assert time.thread_time() - begun < 2.0

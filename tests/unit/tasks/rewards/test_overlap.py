@@ -111,11 +111,11 @@ def test_a_batch_equals_its_rows_one_by_one(texts):
 
 
 def test_the_worst_of_texts_is_compared_in_a_bounded_time():
-    begun = time.process_time()
+    begun = time.thread_time()
     one = [word for number in range(2000) for word in ("the", f"a{number}")]
     other = [word for number in range(2000) for word in ("the", f"b{number}")]
     similarity(one, other)
-    assert time.process_time() - begun < 5.0
+    assert time.thread_time() - begun < 5.0
 
 
 @given(WORDS, st.integers(0, 8))

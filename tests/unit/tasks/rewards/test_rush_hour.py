@@ -89,12 +89,12 @@ def test_the_answer_of_a_completion(text, moves):
 
 
 def test_reading_ends_soon_whatever_is_written():
-    begun = time.process_time()
+    begun = time.thread_time()
     for text in ("A>1   " * 3000 + "!", "A>1 , " * 3000 + "!", "A>" + "0" * 20_000, "<" * 20_000):
         assert read_moves(text) is None
         looks_like_a_move(text)
         moves_in(text)
-    assert time.process_time() - begun < 2
+    assert time.thread_time() - begun < 2
 
 
 # Boards
