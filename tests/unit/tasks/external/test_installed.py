@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked: list[list[str]] = []
 
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(words: list[str], *_: Any) -> tuple[int, str]:
         asked.append(words)
         reports = [Path(word.partition("=")[2]) for word in words if word.startswith("--report=")]
         for report in reports:
@@ -32,9 +31,9 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             archive = {"hashes": {"sha256": "ab12"}}
             entry = {"download_info": {"archive_info": archive}, "metadata": {"name": "verifiers"}}
             report.write_text(json.dumps({"install": [entry]}))
-        return subprocess.CompletedProcess(words, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(virtual_environments.subprocess, "run", run)
+    monkeypatch.setattr(virtual_environments, "run_installer", run)
     return asked
 
 
