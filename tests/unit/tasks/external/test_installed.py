@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.cli.main import main
 from groupwise.core import virtual_environments
 from groupwise.core.errors import TaskError, UsageError
 from groupwise.tasks.contract import load_task
@@ -96,6 +97,17 @@ def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
 )
 def test_the_name_is_that_of_the_package(requirement: str, name: str):
     assert name_of(requirement) == name
+
+
+def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixture[str]):
+    """Its module is still that of the package; tasksets that come with verifiers have names of their own."""
+    used = {
+        "my_game": "--task-module verifiers:my-game task.environment=other",
+        "verifiers[ta]": "--task-module verifiers:other",
+    }
+    for package, words in used.items():
+        assert main(["environments", "install", package, "--name", "other", "--again"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"Use it: {words}"
 
 
 def test_one_that_is_not_there_is_missed_with_what_to_do():
