@@ -142,14 +142,15 @@ const alone = (made, index) => finite(made.data[index]).length < 2;
 
 // What a line is made of: itself, its spread, and what stands out in steps that share a column; of two edges the lower one comes first, and the
 // upper one has the filling.
-function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
+function pieces(curve, spread, thinned, ink, label, { many, shaded, nth, bounds }) {
   const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone } };
   const edge = { points: { show: false }, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
   const lines = [{ ...main, values: curve.mean }];
   if (spread) {
     const by = beside(curve, spread);
-    const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : value + sign * by[at]));
+    const cut = (edge, value) => (bounds ? Math.max(Math.min(bounds[0], value), Math.min(Math.max(bounds[1], value), edge)) : edge); // no rollout earned more or less
+    const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : cut(value + sign * by[at], value)));
     lines.push({ ...bare, label: "− spread", values: far(-1), deep: true }, { ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) });
   }
   if (thinned) {
@@ -170,8 +171,8 @@ const isThinned = (curve) => curve.first.some((value, index) => value !== curve.
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
 // A curve with all that is drawn of it.
-function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, shaded) {
-  const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank });
+function linesOf({ fine, coarse, spread, bounds, rank, label, places }, stacked, many, shaded) {
+  const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank, bounds });
   const hides = stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
   return made.map((line) => ({ ...line, ...hides, at: places }));
 }
@@ -180,7 +181,8 @@ function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, s
 function curvesIn(plot, runs, labels, whole, fine) {
   const many = runs.length > 1;
   const all = runs.flatMap((run, nth) =>
-    plot.lines.map(({ metric, label, spread }, index) => ({
+    plot.lines.map(({ metric, label, spread, bounds }, index) => ({
+      bounds,
       nth,
       rank: many ? nth : index,
       label: many ? labels[nth] : label || metric,

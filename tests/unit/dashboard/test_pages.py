@@ -205,7 +205,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     assert times == [60.0, 120.0, 180.0, 240.0]
     page = await json_of(path.parent, "/runs/odd")
     plots = {plot["title"]: plot["lines"] for plot in page["plots"]["Held out"]}
-    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "eval/gsm8k/accuracy", "eval/gsm8k/large"]  # fmt: skip
+    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "gsm8k: accuracy", "gsm8k: large"]  # fmt: skip
     assert [each["label"] for each in plots["Held-out pass@k"]] == ["pass@1", "pass@4"]
 
 
