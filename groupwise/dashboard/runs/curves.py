@@ -138,6 +138,7 @@ TITLES = {
     "data/easy_probability": "Probability of an easy example",
     "groups/distinct": "Distinct completions in a group",
     "groups/with_signal": "Groups with signal",
+    "num_tokens": "Tokens so far",
     "replay/evicted": "Replay: groups removed",
     "replay/mean_reward": "Replay: mean reward",
     "replay/refused": "Replay: groups refused",
@@ -156,6 +157,7 @@ TITLES = {
     "signals/length_growth": "Growth of the length",
     "signals/repeated_lines": "Repeated lines",
     "signals/same_answers": "Same answer to different prompts",
+    "time/step": "Seconds of a step",
     "updates/left_out": "Updates left out",
 }
 """Titles of metrics that have no plot by name above."""
@@ -172,8 +174,9 @@ def title_of(name: str) -> str:
     if name in TITLES:
         return TITLES[name]
     for plot in PLOTS:
-        if any(line.metric == name for line in plot.lines):
-            return plot.title
+        for line in plot.lines:
+            if line.metric == name:
+                return plot.title if len(plot.lines) == 1 else f"{plot.title}: {line.label}"
     if name.startswith(PART) and name.endswith(MEAN):
         return f"Part: {name.removeprefix(PART).removesuffix(MEAN)}"
     if name.startswith(f"{EVAL}/"):
@@ -276,7 +279,10 @@ def curves(visit: Visit) -> Response:
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    curves_by_run = {run: _curves_of(visit, run, query) for run in query.run}
+    curves_by_run: dict[str, dict[str, Any]] = {}
+    for run in query.run:
+        with Store.open(visit.context.run(run) / RECORD, readonly=True) as store:
+            curves_by_run[run] = curves_of_run(store, query)
     answer = {
         key: {run: curve[key] for run, curve in curves_by_run.items() if key in curve}
         for key in ("runs", "totals", "times")
@@ -288,9 +294,9 @@ StepRange = tuple[int, int] | None
 """The first and the last step of all columns; None if there are none."""
 
 
-def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
+def curves_of_run(store: Store, query: CurvesQuery) -> dict[str, Any]:
     """Curves of one run: `runs` by their names, and if requested `totals` and `times`."""
-    with Store.open(visit.context.run(run) / RECORD, readonly=True) as store, store.snapshot():
+    with store.snapshot():
         of_evaluations = [name for name in query.name if name.startswith(f"{EVAL}/")]
         all_evaluated = evaluated_curves(store) if of_evaluations else {}
         evaluated = {name: all_evaluated[name] for name in query.name if name in all_evaluated}

@@ -131,6 +131,7 @@ function agos() {
 // j and k go from one rollout to the next, / to the search, as in other lists of long things; ? shows all keys.
 function keys() {
   const help = document.getElementById("keys");
+  if (!help) return; // a run's page as one file
   document.getElementById("help").addEventListener("click", () => help.showModal());
   document.addEventListener("keydown", (event) => {
     if (help.open || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "")) return;
