@@ -67,14 +67,19 @@ Groupwise trains language models with group-relative reinforcement learning.
 
 Five ways to begin:
 
-  see a model learn    groupwise rl -t sort_words model.name=tiny training.max_steps=20
-  your own task        groupwise init -t task.py -m smollm2-135m-instruct
-                       groupwise check -t task.py -c task.yaml
-  from TRL or Unsloth  groupwise init --from grpo.yaml
-  a training server    groupwise serve --help
-  other machines       groupwise launch --help; for a queue of jobs: groupwise fleet --help
+  a first run, with a toy model that takes a minute:
+    groupwise rl -t sort_words model.name=tiny training.max_steps=20
+  your own task, with a model of 135 million weights:
+    groupwise init -t task.py -m smollm2-135m-instruct
+  a config of TRL, open-r1 or Unsloth:
+    groupwise init --from grpo.yaml
+  a server that trains for clients:
+    groupwise serve --help
+  other machines, or a queue of jobs on many GPUs:
+    groupwise launch --help
+    groupwise fleet --help
 
-groupwise web shows runs in a browser. All commands: groupwise --help"""
+All commands: groupwise --help. Runs in a browser: groupwise web."""
 
 LIBRARIES = r"(torch|transformers|peft|datasets|huggingface_hub|numba|tokenizers|safetensors)\b"
 """Modules whose announcements of later releases are for us, not for users."""
