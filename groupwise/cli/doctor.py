@@ -24,7 +24,9 @@ def doctor(
 ) -> None:
     """Examine model and engine on this machine, and estimate costs."""
     from groupwise.cli import findings
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import collect_seldom, write_json
+
+    collect_seldom()
     from groupwise.training.checks.doctor import doctor as run
 
     report = run(

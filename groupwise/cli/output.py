@@ -32,7 +32,7 @@ _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\u
 
 
 def collect_seldom() -> None:
-    """Collect garbage rarely, in commands that do not train: their imports leave hardly any, and collecting takes a tenth of their time."""
+    """Collect garbage rarely, in commands that do not train, or only a step: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 
