@@ -10,7 +10,13 @@ import typer
 
 from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import write_json
-from groupwise.cli.printing import RUNS, RunsDir, print_pairs
+from groupwise.cli.printing import (
+    RUNS,
+    RunsDir,
+    commands_after_run,
+    print_next,
+    print_pairs,
+)
 
 Policy = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")
@@ -144,3 +150,4 @@ def import_(
         write_json(summary)
     else:
         print_pairs([*(summary | {"rewards": ", ".join(made.rewards)}).items()])
+        print_next(*commands_after_run(made.folder)[:-1])
