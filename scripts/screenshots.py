@@ -1,7 +1,8 @@
 """`make screenshots`: pictures of the dashboard for README and docs, in docs/images/dashboard-*.png.
 
-They show two runs of configs/quickstart.yaml, which are trained first if the folder does not have them, or other runs that you name. Those of a
-fleet and of a training server are taken only of one that you name (`ARGS="--fleet F --job J --server URL"`). The browser is Debian's Chromium.
+They show two runs of configs/quickstart.yaml, which are trained first if the folder does not have them, or other runs that you name.
+Those of a fleet and of a training server are taken only of one that you name (`ARGS="--fleet F --job J --server URL"`). The browser is
+Debian's Chromium.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def of_runs(album: Album, run: str, other: str, rollout: str, draw: int) -> None
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
-    album.take("rollouts", f"/runs/{quote(run)}/rollouts?outcome=scored&order=best")
+    album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
     album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
