@@ -27,7 +27,33 @@ from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
 
-class TopLevelGroup(TyperGroup):
+WAYS_TO_BEGIN = """\b
+Ways to begin:
+  groupwise rl -t sort_words model.name=tiny   a whole run in seconds
+  groupwise check -t task.py                   are your task's rewards right?
+  groupwise init -t task.py -m MODEL           a config for your task
+  groupwise init --from train_grpo.py          one from a script of TRL
+  groupwise serve --output-dir served          a server; clients give rewards
+"""
+"""Printed below the list of commands; click does not wrap what follows its mark."""
+
+
+class WrappingGroup(TyperGroup):
+    """A group whose help wraps long summaries of commands, where click would cut them off."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, found.get_short_help_str(limit=1000))
+                    for name, found in commands
+                    if found is not None and not found.hidden
+                ]
+            )
+
+
+class TopLevelGroup(WrappingGroup):
     """The top-level commands."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -37,7 +63,7 @@ class TopLevelGroup(TyperGroup):
             raise Stopped(interrupt) from interrupt
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(WrappingGroup):
     """The commands of a group, imported when one of them is needed."""
 
     module = ""
@@ -64,6 +90,7 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     name=PROGRAM,
     cls=TopLevelGroup,
+    epilog=WAYS_TO_BEGIN,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
