@@ -26,10 +26,9 @@ from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
-
 WAYS_TO_BEGIN = """\b
 Ways to begin:
-  groupwise rl -t sort_words model.name=tiny   a whole run in seconds
+  groupwise check -t sort_words                look at a built-in task
   groupwise check -t task.py                   are your task's rewards right?
   groupwise init -t task.py -m MODEL           a config for your task
   groupwise init --from train_grpo.py          one from a script of TRL
