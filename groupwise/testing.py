@@ -185,7 +185,7 @@ class FakeLearner:
             for row, logprobs in zip(rows, await self.logprobs(rows), strict=True)
         ]
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         self._write_table(Path(folder))
 
     def load(self, folder: str) -> None:

@@ -98,7 +98,7 @@ def pytest_collection_finish() -> None:
 
 SUITES = (
     "agents", "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations",
-    "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "vllm", "web",
+    "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "versions", "vllm", "web",
 )  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 

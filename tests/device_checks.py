@@ -385,7 +385,7 @@ def updates_are_those_of_a_processor(case: DeviceCase) -> None:
     step = OptimiserParams(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None)
     for number in range(3):
         if number == 2:
-            learner.save(str(case.folder))
+            asyncio.run(learner.save(str(case.folder)))
             weights, learner = learner_of("llama", case.device, case.folder)
             learner.load(str(case.folder))
         generator = torch.Generator().manual_seed(number)

@@ -99,7 +99,7 @@ class FakeVerbs:
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         self.calls.append(("save_state", model))
-        self._save(Stored(model, "weights", name), call, overwrite)
+        await self._save(Stored(model, "weights", name), call, overwrite)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
@@ -115,7 +115,7 @@ class FakeVerbs:
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self.calls.append(("save_for_sampler", model))
-        self._save(Stored(model, "sampler_weights", name), call, overwrite=False)
+        await self._save(Stored(model, "sampler_weights", name), call, overwrite=False)
 
     async def drop_sampler(self, stored: Stored) -> None:
         self.calls.append(("drop_sampler", stored.name))
@@ -184,14 +184,14 @@ class FakeVerbs:
             raise UsageError(f"There is no model {model!r}.")
         return self._models[model][1]
 
-    def _save(self, stored: Stored, call: int, overwrite: bool) -> None:
+    async def _save(self, stored: Stored, call: int, overwrite: bool) -> None:
         if overwrite:
             self.folders.forget(stored)
         else:
             self.folders.check_free(stored, call)
         spec, learner = self._models[stored.model]
         place = self.folders.path_of(stored)
-        learner.save(str(place))
+        await learner.save(str(place))
         self.folders.describe(place, Saved(spec, "", call))
 
 

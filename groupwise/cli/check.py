@@ -39,6 +39,7 @@ def check(
     """Check a task and its rewards before any training. No model is loaded."""
     collect_seldom()
     from groupwise.cli import findings
+    from groupwise.cli.printing import command_line, print_next
     from groupwise.training.checks.check import check as run
 
     report = run(
@@ -60,4 +61,10 @@ def check(
         findings.show_title(f"prompt {number}, as the {seen_by} it")
         findings.show_text(prompt)
     findings.show_verdict(report)
+    if not report.exit_code and config is None and task_module is not None:
+        line = command_line("init", None, task_module, "-m", "smollm2-135m-instruct")
+        print_next((line, "a config for this task, a model and this machine"))
+    elif not report.exit_code:
+        line = command_line("rl", config, task_module, *(overrides or ()))
+        print_next((line, "the training"))
     raise typer.Exit(report.exit_code)

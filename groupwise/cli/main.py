@@ -7,6 +7,7 @@ them and never print them.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -25,16 +26,6 @@ from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
 from groupwise.cli.web import web
-
-WAYS_TO_BEGIN = """\b
-Ways to begin:
-  groupwise check -t sort_words                look at a built-in task
-  groupwise check -t task.py                   are your task's rewards right?
-  groupwise init -t task.py -m MODEL           a config for your task
-  groupwise init --from train_grpo.py          one from a script of TRL
-  groupwise serve --output-dir served          a server; clients give rewards
-"""
-"""Printed below the list of commands; click does not wrap what follows its mark."""
 
 
 class WrappingGroup(TyperGroup):
@@ -86,12 +77,31 @@ class LazyGroup(WrappingGroup):
         self.commands.update(group.commands)
 
 
+WAYS_TO_BEGIN = """\
+Groupwise trains language models with group-relative reinforcement learning.
+
+Five ways to begin:
+
+  a first run, with a toy model that takes a minute:
+    groupwise rl -t sort_words model.name=tiny training.max_steps=20
+  your own task, with a model of 135 million weights:
+    groupwise init -t task.py -m smollm2-135m-instruct
+  a config of TRL, open-r1 or Unsloth:
+    groupwise init --from grpo.yaml
+  a server that trains for clients:
+    groupwise serve --help
+  other machines, or a queue of jobs on many GPUs:
+    groupwise launch --help
+    groupwise fleet --help
+
+All commands: groupwise --help. Runs in a browser: groupwise web."""
+
+LIBRARIES = r"(torch|transformers|peft|datasets|huggingface_hub|numba|tokenizers|safetensors)\b"
+"""Modules whose announcements of later releases are for us, not for users."""
+
 app = typer.Typer(
     name=PROGRAM,
     cls=TopLevelGroup,
-    epilog=WAYS_TO_BEGIN,
-    no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -110,8 +120,9 @@ def _print_version(value: bool) -> None:
     raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -120,6 +131,8 @@ def root(
     ] = False,
 ) -> None:
     """Train language models with group-relative reinforcement learning."""
+    if context.invoked_subcommand is None:
+        typer.echo(WAYS_TO_BEGIN)
 
 
 command(app, "rl")(rl)
@@ -146,5 +159,7 @@ for name, summary in (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code and raises nothing."""
+    """Run one command; returns the exit code and raises nothing. Without `args`, this is the program itself."""
+    if args is None:
+        warnings.filterwarnings("ignore", category=FutureWarning, module=LIBRARIES)
     return run_command(app, PROGRAM, list(sys.argv[1:] if args is None else args))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import codecs
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +18,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO, TextIO, cast
 
 import typer
@@ -29,6 +32,12 @@ PROGRAM = "groupwise"
 
 _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 """Characters that control a terminal but that JSON need not escape, and lone surrogates, which cannot be encoded."""
+
+
+_CPU_TORCH = (
+    ". Without a GPU, install the CPU build of torch first, which is much smaller: "
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+)
 
 
 def collect_seldom() -> None:
@@ -128,11 +137,27 @@ def report_error(error: Exception, *, as_json: bool) -> int:
         if as_json:
             write_json({"error": {"code": "usage", "message": error.format_message()}})
         return error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (remedy := _missing_extra(error)):
+        return _report_message(remedy, "usage", 2, as_json)
     say("".join(traceback.format_exception(error)).rstrip("\n"))
     error_text = f"{type(error).__name__}: {error}"
     return _report_message(
         f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json
     )
+
+
+def _missing_extra(error: ModuleNotFoundError) -> str | None:
+    """How to install the extra that brings the missing package; None if no extra of users does, or if the package is there."""
+    package = (error.name or "").partition(".")[0]
+    if not package or importlib.util.find_spec(package) is not None:
+        return None
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires(PROGRAM) or ():
+            found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", requirement)
+            if found and found[1].replace("-", "_") == package and found[2] != "dev":
+                remedy = f"This needs {package}, which is not installed: pip install '{PROGRAM}[{found[2]}]'"
+                return remedy + (_CPU_TORCH if found[2] == "train" else ".")
+    return None
 
 
 class Stopped(Exception):

@@ -19,6 +19,9 @@ from rich.cells import cell_len
 
 from groupwise.cli.options import option
 from groupwise.core.terminal.text import clean, one_line
+from groupwise.runs.folder import RECORD
+from groupwise.runs.records import Order, RolloutFilter
+from groupwise.runs.store import Store
 
 LEAST_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
@@ -39,18 +42,42 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
     """Print the advice that is based on the metrics of the last steps."""
     if advice:
-        print_text("\nadvice")
+        print_text("\nwhat the numbers say")
     for item in advice:
         for text, margin in ((item["says"], "  "), (item["do"], "    ")):
             print_text("\n".join(margin + line for line in fold(str(text), len(margin))))
 
 
-def next_commands(run: str) -> list[tuple[str, str]]:
-    """Commands that are useful after a run, with their purposes."""
-    name = shlex.quote(run)
+def print_next(*commands: tuple[str, str]) -> None:
+    """Print the commands that are useful now, each with its purpose below it."""
+    print_text("\nnext")
+    for line, purpose in commands:
+        print_text(f"  {line}\n    {one_line(purpose)}")
+
+
+def command_line(words: str, config: Path | None, task: str | None, *more: str) -> str:
+    """A command with the config and the task that another one was given."""
+    options = [] if config is None else ["-c", str(config)]
+    options += [] if task is None else ["-t", task]
+    return " ".join([f"groupwise {words}", *(shlex.quote(word) for word in (*options, *more))])
+
+
+def commands_after_run(folder: Path) -> list[tuple[str, str]]:
+    """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
+    name, own_dir = shlex.quote(folder.name), folder.parent
+    place = "" if own_dir.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(own_dir))}"
+    commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
+    orders: tuple[Order, ...] = ("best", "worst")
+    with Store.open(folder / RECORD, readonly=True) as store:
+        for order in orders:
+            for view in store.rollouts(RolloutFilter(outcome="scored", order=order, limit=1)):
+                if view.reward is not None and view.step is not None:
+                    line = f"groupwise runs rollouts {name} --{order}{place}"
+                    earned = f"its {order} rollout: reward {view.reward:.3f}, in step {view.step}"
+                    commands.append((line, f"{earned}, example {view.example}"))
     return [
-        (f"groupwise runs show {name}", "its numbers, evaluations and warnings"),
-        (f"groupwise runs rollouts {name} --best", "what it earned most for"),
+        *commands,
+        (f"groupwise web{place}", "curves and rollouts in a browser"),
         (f"groupwise runs export {name} --help", "the weights as a model for others to load"),
     ]
 

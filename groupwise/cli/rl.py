@@ -107,7 +107,7 @@ def rl(
 
     if dry_run:
         collect_seldom()
-    from groupwise.cli.printing import next_commands, print_advice, print_section
+    from groupwise.cli.printing import commands_after_run, print_advice, print_next
     from groupwise.training.loops.rl_start import rl as train
 
     result = train(
@@ -125,6 +125,6 @@ def rl(
         summary = {name: value for name, value in result.summary.items() if name != "advice"}
         write_result(summary, as_json=False)
         print_advice(result.summary.get("advice", ()))
-        if "run" in result.summary:
-            print_section("next", next_commands(result.summary["run"]))
+        if "folder" in result.summary:
+            print_next(*commands_after_run(Path(result.summary["folder"])))
     raise typer.Exit(result.exit_code)

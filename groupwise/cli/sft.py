@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -30,6 +31,7 @@ def sft(
 
     if dry_run:
         collect_seldom()
+    from groupwise.cli.printing import command_line, print_next
     from groupwise.training.loops.sft_start import sft as train
 
     result = train(
@@ -43,4 +45,13 @@ def sft(
         write_json(result.summary)
     else:
         write_result(result.summary, as_json=as_json)
+        if not as_json and "run" in result.summary:
+            run = str(result.summary["run"])
+            print_next(
+                (f"groupwise runs plot {shlex.quote(run)}", "the curve of its loss"),
+                (
+                    command_line("rl", None, task_module, "--config", "C.yaml", "--init-from", run),
+                    "reinforcement learning from these weights, with a config of rl",
+                ),
+            )
     raise typer.Exit(result.exit_code)

@@ -48,16 +48,10 @@ def web(
     makes one. Pages update themselves.
     """
     import os
-    from importlib.util import find_spec
 
     from groupwise.api.schemas.keys import VARIABLE
-    from groupwise.core.errors import UsageError
 
-    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
-        )
+    expect_dashboard()
     from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
@@ -74,6 +68,19 @@ def web(
 
     with _watched_fleet(fleet) as watched_fleet, _watched_server(server) as watched_server:
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
+
+
+def expect_dashboard() -> None:
+    """Raise UsageError if the packages of the dashboard are not installed."""
+    from importlib.util import find_spec
+
+    from groupwise.core.errors import UsageError
+
+    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
+        )
 
 
 @contextmanager

@@ -208,7 +208,14 @@ def publish_folder(building: Path, final: Path) -> None:
 
 
 def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
-    """Make a folder from the files that `fill` writes into the temporary folder that it receives; the result appears in one step.
+    """`making_folder` for a function that writes the files into the folder that it receives."""
+    with making_folder(final, replace=replace) as building:
+        fill(building)
+
+
+@contextmanager
+def making_folder(final: Path, *, replace: bool) -> Generator[Path]:
+    """Inside, there is a temporary folder to be filled; it appears as `final` in one step.
 
     An earlier folder is deleted if `replace`; otherwise FileExistsError if it is not empty.
     """
@@ -217,7 +224,7 @@ def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> 
     try:
         with explaining_disk_errors(final):
             building.mkdir(parents=True)
-            fill(building)
+            yield building
             if replace and final.is_dir():
                 remove_folder(final)
             publish_folder(building, final)

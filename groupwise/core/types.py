@@ -565,7 +565,7 @@ class Learner(Protocol):
         """The policy's log-probabilities, as `logprobs` returns them, and for each token whether it is the most likely one."""
         ...
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """Write weights and optimiser state into an existing folder (safetensors and JSON only)."""
         ...
 

@@ -12,17 +12,17 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.ticker import Ticker
 
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-LAST_CHARACTERS = 2000
-"""How much of an installer's error output a message shows."""
 
 
 def make(
@@ -30,8 +30,8 @@ def make(
 ) -> bool:
     """Make a virtual environment in `folder` and install what `words` ask for; returns True if pip did it, False for uv.
 
-    `what`: the packages, for messages. `say`: show the installer's progress. `environment`: its variables. Raises UsageError with its last
-    output.
+    `what`: the packages, for messages. `say`: show a line of progress. `environment`: its variables. Raises UsageError with the whole
+    output of an installer that fails.
     """
     # No pip inside: that would need ensurepip, which some systems leave out.
     venv.create(folder, with_pip=False)
@@ -43,27 +43,49 @@ def add_packages(
 ) -> bool:
     """Install what `words` ask for into the virtual environment in `folder`; see `make`."""
     target = str(folder / "bin" / "python")
-    pip = [sys.executable, "-m", "pip"]
-    has_pip = subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode == 0
+    has_pip = find_spec("pip") is not None
     if has_pip:
-        installer = [*pip, "--python", target, "install"]
+        installer = [sys.executable, "-m", "pip", "--python", target, "install"]
     elif uv := shutil.which("uv"):
         installer = [uv, "pip", "install", "--python", target]
     else:
         raise UsageError("There is neither pip nor uv to install packages with.")
     command = [*installer, *(word for word in words if has_pip or not word.startswith("--report"))]
-    result = subprocess.run(
-        command,
-        stdout=None if say else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=dict(environment),
-    )
-    if result.returncode:
-        last = result.stderr[-LAST_CHARACTERS:].strip()
-        raise UsageError(f"{what} could not be installed ({' '.join(command[:4])} …):\n{last}")
+    with Ticker() if say else nullcontext() as ticker:
+
+        def show(line: str) -> None:
+            if ticker:
+                ticker.show(f"{what}: {line}")
+
+        show("installing")
+        code, output = run_installer(command, environment, show)
+        if code:
+            raise UsageError(
+                f"{what} could not be installed ({' '.join(command[:4])} …):\n{output.strip()}"
+            )
+        show("installed")
     return has_pip
+
+
+def run_installer(
+    command: Sequence[str], environment: Mapping[str, str], show: Callable[[str], None]
+) -> tuple[int, str]:
+    """Run a program to its end; `show` gets each line of its output. Returns its exit code and the whole output, errors included."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=dict(environment),
+    ) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.strip():
+                show(line.strip())
+    return process.returncode, "".join(lines)
 
 
 @contextmanager

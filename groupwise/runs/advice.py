@@ -31,6 +31,8 @@ class Advice:
     """A rule about one metric, and what to do if it holds."""
 
     metric: str
+    problem: str
+    """What is wrong, in a few words."""
     holds: Callable[[float], bool]
     says: str
     """A text with `{value}` in place of the number."""
@@ -43,6 +45,7 @@ class Advice:
 RULES = (
     Advice(
         WITHOUT_SIGNAL,
+        "groups without signal",
         lambda value: value > MOST_WITHOUT_SIGNAL,
         "In {value} of the groups all members earn the same, so that these teach nothing.",
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
@@ -51,6 +54,7 @@ RULES = (
     ),
     Advice(
         WITHOUT_SIGNAL,
+        "groups without signal",
         lambda value: value > MOST_WITHOUT_SIGNAL,
         "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
@@ -59,6 +63,7 @@ RULES = (
     ),
     Advice(
         SOLVED,
+        "nothing solved",
         lambda value: value == 0,
         "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
         "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
@@ -66,6 +71,7 @@ RULES = (
     ),
     Advice(
         "completions/clipped_ratio",
+        "completions cut off",
         lambda value: value > 0.3,
         "{value} of the completions of the last steps are cut off by the length limit.",
         "Read some of them: where the answer is missing, raise sampler.max_completion_length; where it came before, reward brevity or set "
@@ -73,6 +79,7 @@ RULES = (
     ),
     Advice(
         "rollouts/unscored",
+        "rollouts without a score",
         lambda value: value > 0.05,
         "{value} of the rollouts could not be scored. They are left out, which is no harm for few of them.",
         "`groupwise runs rollouts RUN --failed` shows the reasons: a reward that raises, a sandbox or judge that takes too long "
@@ -80,6 +87,7 @@ RULES = (
     ),
     Advice(
         "sampling/logprob_gap",
+        "sampler and learner differ",
         lambda value: value > 0.1,
         "Learner and sampler differ by {value} nats a token: they do not compute the same policy.",
         "Look for another base, revision or quantisation behind the sampler; in bfloat16 some hundredths are usual.",
@@ -87,6 +95,7 @@ RULES = (
     ),
     Advice(
         "entropy",
+        "no entropy left",
         lambda value: value < 0.05,
         "The entropy is {value} nats: the policy is nearly certain of each token, and members of a group become alike.",
         "Raise sampler.temperature, lower training.learning_rate, or set algorithm.beta above 0 to stay nearer to the start.",
@@ -94,6 +103,7 @@ RULES = (
     ),
     Advice(
         "kl",
+        "far from the reference",
         lambda value: value > 5,
         "The policy is {value} nats a token away from where it began.",
         "Raise algorithm.beta or lower training.learning_rate if the answers become strange; read the newest completions.",
@@ -101,12 +111,14 @@ RULES = (
     ),
     Advice(
         "clip_ratio/region_mean",
+        "many tokens clipped",
         lambda value: value > 0.3,
         "The clip keeps {value} of the tokens from teaching: updates are larger than what was sampled for allows.",
         "Lower training.learning_rate, or the number of updates for each step.",
     ),
     Advice(
         "updates/left_out",
+        "updates left out",
         lambda value: value > 0,
         "Some updates were left out, because their loss or gradient was not finite.",
         "Look into the folder non-finite of the run; lower training.learning_rate, or train in float32.",
@@ -137,5 +149,6 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             continue  # the teacher has something to say of equal rewards, too
         if value is not None and rule.holds(value) and applies:
             text = rule.says.format(value=rule.form.format(value))
-            advice.append({"metric": rule.metric, "value": value, "says": text, "do": rule.do})
+            facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
+            advice.append({**facts, "says": text, "do": rule.do})
     return advice

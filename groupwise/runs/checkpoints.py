@@ -1,8 +1,8 @@
 """Checkpoints: `checkpoints/step-N/` holds the state after N steps, and is visible only when it is complete.
 
-The loop calls `save`. The learner and every other component with state write their files into a temporary folder; a
-manifest with the size and SHA-256 of each file is written last, and the folder is renamed. A folder called `step-N` was therefore once
-complete. If it was damaged since, its manifest shows it: the checkpoint is skipped and reported with the reason.
+The loop calls `begin` and `finish`, or `save`, which does both. The learner and every other component with state write their files into a
+temporary folder; `finish` writes a manifest with the size and SHA-256 of each file last, and renames the folder. A folder called `step-N`
+was therefore once complete. If it was damaged since, its manifest shows it: the checkpoint is skipped and reported with the reason.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -105,23 +105,20 @@ def save(
 
     An existing one of that step is replaced. CheckpointError if it cannot be written; earlier checkpoints stay intact.
     """
+    with begin(folder, step) as building:
+        fill(building)
+        return finish(building, step, extra)
+
+
+@contextmanager
+def begin(folder: Path, step: int) -> Generator[Path]:
+    """Inside, there is a temporary folder for the files of a checkpoint, which `finish` makes one. Raises what `save` does."""
     final = folder / f"step-{step}"
     building = atomic_files.building_path(final)
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
-        fill(building)
-        # Hashes of files that earlier checkpoints share by hard links; those files need not be read again.
-        hashes = {
-            identity: entry.sha256
-            for checkpoint in complete(folder)
-            for name, entry in checkpoint.files.items()
-            if (identity := _identity(checkpoint.path / name)) is not None
-        }
-        atomic_files.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
-        if final.exists():
-            atomic_files.remove_folder(final)
-        atomic_files.publish_folder(building, final)
+        yield building
     except StoreError as error:  # its message says what to do
         raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
     except OSError as error:
@@ -131,6 +128,22 @@ def save(
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def finish(building: Path, step: int, extra: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Hash the files that were written since `begin`, write the manifest, and rename the folder to the checkpoint of `step`."""
+    final = building.parent / f"step-{step}"
+    # Hashes of files that earlier checkpoints share by hard links; those files need not be read again.
+    hashes = {
+        identity: entry.sha256
+        for checkpoint in complete(building.parent)
+        for name, entry in checkpoint.files.items()
+        if (identity := _identity(checkpoint.path / name)) is not None
+    }
+    atomic_files.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
+    if final.exists():
+        atomic_files.remove_folder(final)
+    atomic_files.publish_folder(building, final)
     return read(final)
 
 

@@ -441,6 +441,16 @@ class Store:
         )
         return {draw: unpack_json(prompt) for draw, prompt in rows}
 
+    def reward_ranges(self) -> dict[str, tuple[float, float]]:
+        """The lowest and the highest reward of any rollout, under the name of its metric: `reward`, and `rewards/PART/mean` for the
+        value of each part. The indexes answer this."""
+        ends = "SELECT (SELECT min({0}) FROM {1}), (SELECT max({0}) FROM {1})"
+        ranges = {"reward": self._db.one(ends.format("reward", "rollouts"))}
+        of_part = ends.format("value", "parts WHERE name = ?1")
+        for name in self.part_names():
+            ranges[f"rewards/{name}/mean"] = self._db.one(of_part, (name,))
+        return {name: (low, high) for name, (low, high) in ranges.items() if low is not None}
+
     def part_names(self) -> list[str]:
         """The names of all reward parts in the record, sorted."""
         return self._distinct_values("parts", "name")

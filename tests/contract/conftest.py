@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.core.interruption import run_to_end
 from groupwise.core.types import Learner, Sampler
 from tests import unsloth
 from tests.forked_zygote import fork_zygotes
@@ -249,7 +250,7 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     from groupwise.engine.models.lora import WEIGHTS
 
     folder.mkdir(parents=True, exist_ok=True)
-    learner.save(str(folder))
+    run_to_end(learner.save(str(folder)))
     weights = next(folder / name for name in (WEIGHTS, FULL_WEIGHTS) if (folder / name).exists())
     tensors = load_file(weights)
     _shift(tensors)
@@ -386,7 +387,7 @@ def made(
         found = MAKERS[request.param](folder / "published")
         beginning = folder / "beginning"
         beginning.mkdir()
-        found.learner.save(str(beginning))
+        asyncio.run(found.learner.save(str(beginning)))
         yield found, str(beginning)
         found.close()
 

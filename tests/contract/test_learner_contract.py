@@ -83,7 +83,7 @@ async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path):
     """Nor on the order of the rows, of which some could not end at first."""
     rows = await sampled_rows(pair, min_tokens=4)
     rows = [*least(rows[:6], 4, pair.end_id), *rows[6:]]
-    pair.learner.save(str(tmp_path))
+    await pair.learner.save(str(tmp_path))
     norm, whole = await learnt(pair, rows)
     for given, cuts in ((random.Random(1).sample(rows, len(rows)), 3), (rows[::-1], 12)):
         pair.learner.load(str(tmp_path))
@@ -94,7 +94,7 @@ async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path):
 
 async def test_the_sign_of_the_advantage_decides(pair, tmp_path):
     (row, *_) = await sampled_rows(pair)
-    pair.learner.save(str(tmp_path))
+    await pair.learner.save(str(tmp_path))
     for sign in (1.0, -1.0):
         pair.learner.load(str(tmp_path))
         before = sum((await pair.learner.logprobs([row]))[0])
@@ -108,7 +108,7 @@ async def test_masked_tokens_do_not_teach(pair, tmp_path):
     rows = await sampled_rows(pair)
     long = next(row for row in rows if len(row.completion_ids) > 4)
     masked = replace(long, mask=(0,) * len(long.mask), sampling_logprobs=(0.0,) * len(long.mask))
-    pair.learner.save(str(tmp_path))
+    await pair.learner.save(str(tmp_path))
     _, without = await learnt(pair, rows, probe=rows)
     pair.learner.load(str(tmp_path))
     _, beside = await learnt(pair, [*rows, masked], probe=rows)
@@ -118,7 +118,7 @@ async def test_masked_tokens_do_not_teach(pair, tmp_path):
 async def test_save_and_load_restore_exactly(pair, tmp_path):
     rows = await sampled_rows(pair)
     await learnt(pair, rows)
-    pair.learner.save(str(tmp_path))
+    await pair.learner.save(str(tmp_path))
     saved = await pair.learner.logprobs(rows)
     straight = [await learnt(pair, rows, cuts=2) for _ in range(2)]
     pair.disturb()
@@ -229,7 +229,7 @@ async def test_the_pass_that_learns_tells_its_logprobs(pair, tmp_path):
     pair.disturb()
     rows = await sampled_rows(pair)
     rows[5] = replace(rows[5], mask=(0, *rows[5].mask[1:]))
-    pair.learner.save(str(tmp_path))
+    await pair.learner.save(str(tmp_path))
     norm, after = await learnt(pair, rows, cuts=2)
     pair.learner.load(str(tmp_path))
     known = await pair.learner.logprobs(rows)

@@ -135,6 +135,23 @@ def test_one_that_cannot_begin_says_why(
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
 
+def test_one_that_ends_at_each_first_completion_is_given_up(
+    tmp_path: Path, python: Path, server: VllmServer
+) -> None:
+    """It answers each time before that, so waiting until it answers again would last as long as the run."""
+
+    async def kill(path: str, _: Any) -> Response | None:
+        if path == "/completions":
+            os.kill(told(tmp_path)[-1]["pid"], signal.SIGKILL)
+            return refusal(500, "nobody gets this")
+        return None
+
+    server.interfere = kill
+    with pytest.raises(UsageError, match=r"ended \(exit status -9\)"):
+        groupwise.rl(settings(tmp_path, python), TOY)
+    assert len(told(tmp_path)) == 2
+
+
 def test_a_slow_start_tells_what_the_server_says(
     tmp_path: Path,
     python: Path,

@@ -60,8 +60,10 @@ def install(
         version = made.version_of(library)
         typer.echo(f"{made.name}: {library} {version}, {made.python}")
         usual = KINDS[kind].environment  # not null: it has many environments in it
-        where = "" if usual in (None, made.name) else f" task.environment={made.name}"
-        typer.echo(f"Use it: --task-module {kind}:{made.name if usual is None else 'NAME'}{where}")
+        own = installed.name_of(package)
+        module = "NAME" if usual else made.name if own == library else own
+        where = "" if made.name == (usual or module) else f" task.environment={made.name}"
+        typer.echo(f"Use it: --task-module {kind}:{module}{where}")
 
 
 def list_environments(as_json: AsJson = False) -> None:

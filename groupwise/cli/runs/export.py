@@ -10,7 +10,13 @@ import typer
 
 from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import write_json
-from groupwise.cli.printing import RUNS, RunsDir, print_pairs
+from groupwise.cli.printing import (
+    RUNS,
+    RunsDir,
+    commands_after_run,
+    print_next,
+    print_pairs,
+)
 
 Policy = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")
@@ -20,14 +26,21 @@ Policy = Annotated[
 def export(
     run: Policy,
     to: Annotated[
-        Literal["adapter", "merged", "gguf", "jsonl", "parquet"],
+        Literal["adapter", "merged", "gguf", "jsonl", "parquet"] | None,
         option(
             None,
             "adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are what the run "
             "recorded.",
         ),
-    ],
-    output: Annotated[Path, option(None, "Folder to create.", "--output", "-o")],
+    ] = None,
+    output: Annotated[Path | None, option(None, "Folder to create.", "--output", "-o")] = None,
+    html: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "In place of --to and --output: one HTML file with plots, rollouts and settings, which opens anywhere.",
+        ),
+    ] = None,
     dir: RunsDir = RUNS,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -48,7 +61,27 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights, or what it recorded, to a folder for other programs."""
+    """Write a run's weights, or what it recorded, to a folder for other programs, or its page to one HTML file."""
+    from groupwise.core.errors import UsageError
+
+    if html is not None:
+        if to or output or converter or trust_remote_code or dtype != "auto":
+            raise UsageError(
+                "--html writes one file for people: of the other options only --dir, --force and --json go with it."
+            )
+        from groupwise.cli.web import expect_dashboard
+
+        expect_dashboard()
+        from groupwise.dashboard.runs.one_file import write_one_file
+
+        written = write_one_file(run, html, runs_dir=dir, force=force)
+        facts = {"file": str(written), "bytes": written.stat().st_size}
+        write_json(facts) if as_json else print_pairs([*facts.items()])
+        return
+    if to is None or output is None:
+        raise UsageError(
+            "Give --to FORMAT and --output FOLDER (such as --to jsonl --output exported), or --html FILE."
+        )
     from groupwise.training.review.export import export as write
 
     summary = write(
@@ -117,3 +150,4 @@ def import_(
         write_json(summary)
     else:
         print_pairs([*(summary | {"rewards": ", ".join(made.rewards)}).items()])
+        print_next(*commands_after_run(made.folder)[:-1])

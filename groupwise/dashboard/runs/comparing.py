@@ -10,7 +10,7 @@ from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.dashboard.pages import Page, Query, Visit, live_url, page_route
-from groupwise.dashboard.runs.curves import names_of
+from groupwise.dashboard.runs.curves import names_of, title_of
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.store import Store
 from groupwise.training.review.compare import IGNORED_KEYS
@@ -82,6 +82,7 @@ def compare(visit: Visit) -> Page:
         "metric": query.metric,
         "shown": [query.metric] if query.metric else default_metrics,
         "metrics": metrics,
+        "titles": {metric: title_of(metric) for metric in metrics},
         "differences": differences(configs),
     }
     return Page("compare.html", data, live=live_url(*names))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class PlottedMetric:
     label: str
     spread: str = ""
     """The metric with the spread of the values, shown as a band around the curve."""
+    bounds: tuple[float, float] | None = None
+    """The lowest and the highest value of any rollout, at which the band is cut; None: it is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,72 @@ _SECTION_OF = {"task": "Task", EVAL: "Held out"}
 """Sections of metrics without a plot of their own, by the prefix of their names."""
 
 
-def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
-    """All plots of a run with these metrics, by section; each metric is in exactly one."""
+TITLES = {
+    "beta": "Weight of the KL penalty",
+    "clip_ratio/delta_mean": "Tokens masked by the delta clip",
+    "curriculum/hopeless": "Examples never solved",
+    "curriculum/passed_over": "Turns of examples passed over",
+    "curriculum/seen": "Examples seen",
+    "curriculum/solved": "Examples always solved",
+    "curriculum/success": "Expected success of examples",
+    "data/easy_probability": "Probability of an easy example",
+    "groups/distinct": "Distinct completions in a group",
+    "groups/with_signal": "Groups with signal",
+    "num_tokens": "Tokens so far",
+    "replay/evicted": "Replay: groups removed",
+    "replay/mean_reward": "Replay: mean reward",
+    "replay/refused": "Replay: groups refused",
+    "replay/size": "Replay: groups kept",
+    "rollouts/mean_length": "Length with the environment's turns",
+    "rollouts/rejected_groups": "Groups rejected",
+    "rollouts/solved": "Rollouts solved",
+    "sampling/importance_sampling_clipped": "Importance weights clipped",
+    "sampling/importance_sampling_ratio/mean": "Mean importance weight",
+    "sampling/ratio_mean": "Mean ratio of learner to sampler",
+    "sampling/staleness": "Age of the sampling policy, in steps",
+    "sampling/temperature": "Sampling temperature",
+    "signals/active": "Active warnings",
+    "signals/distinct_ngrams": "Distinct word triples in a group",
+    "signals/length_correlation": "Correlation of length and reward",
+    "signals/length_growth": "Growth of the length",
+    "signals/repeated_lines": "Repeated lines",
+    "signals/same_answers": "Same answer to different prompts",
+    "time/step": "Seconds of a step",
+    "updates/left_out": "Updates left out",
+}
+"""Titles of metrics that have no plot by name above."""
+_FAMILIES = {
+    "signals/part_share/": "Share of the reward: {}",
+    "reward/": "Reward of {} examples",
+    "data/": "Examples: {}",
+}
+"""Titles of metrics whose names end with a name of the user's or of a source."""
+
+
+def title_of(name: str) -> str:
+    """What people call a metric; a metric of the user's own is called by its name."""
+    if name in TITLES:
+        return TITLES[name]
+    for plot in PLOTS:
+        for line in plot.lines:
+            if line.metric == name:
+                return plot.title if len(plot.lines) == 1 else f"{plot.title}: {line.label}"
+    if name.startswith(PART) and name.endswith(MEAN):
+        return f"Part: {name.removeprefix(PART).removesuffix(MEAN)}"
+    if name.startswith(f"{EVAL}/"):
+        evaluated = name.removeprefix(f"{EVAL}/")
+        title, (label, _, metric) = title_of(evaluated), evaluated.partition("/")
+        return f"{label}: {metric}" if metric and title == evaluated else f"Held out: {title}"
+    for prefix, title in _FAMILIES.items():
+        if name.startswith(prefix):
+            return title.format(name.removeprefix(prefix).replace("_", " "))
+    return name
+
+
+def plots_of(
+    names: Sequence[str], ranges: Mapping[str, tuple[float, float]] | None = None
+) -> dict[str, list[Plot]]:
+    """All plots of a run with these metrics, by section; each metric is in exactly one. `ranges`: see `Store.reward_ranges`."""
     available = set(names)
     all_plots: list[Plot] = []
     for plot in PLOTS:
@@ -165,9 +231,16 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     for name in names:
         if name not in plotted and name not in _NOT_PLOTTED:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
-            all_plots.append(
-                Plot(name, (PlottedMetric(name, harmless(name.rpartition("/")[2])),), "", section)
-            )
+            title = title_of(name)
+            line = PlottedMetric(name, harmless(title[:1].lower() + title[1:]))
+            says = "" if title == name else f"Recorded as {harmless(name)}."
+            all_plots.append(Plot(title, (line,), says, section))
+    for index, plot in enumerate(all_plots):
+        bounded = (
+            replace(line, bounds=(ranges or {}).get(line.metric) if line.spread else None)
+            for line in plot.lines
+        )
+        all_plots[index] = replace(plot, lines=tuple(bounded))
     sections = {
         section: [plot for plot in all_plots if plot.section == section] for section in SECTIONS
     }
@@ -206,7 +279,10 @@ def curves(visit: Visit) -> Response:
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    curves_by_run = {run: _curves_of(visit, run, query) for run in query.run}
+    curves_by_run: dict[str, dict[str, Any]] = {}
+    for run in query.run:
+        with Store.open(visit.context.run(run) / RECORD, readonly=True) as store:
+            curves_by_run[run] = curves_of_run(store, query)
     answer = {
         key: {run: curve[key] for run, curve in curves_by_run.items() if key in curve}
         for key in ("runs", "totals", "times")
@@ -218,9 +294,9 @@ StepRange = tuple[int, int] | None
 """The first and the last step of all columns; None if there are none."""
 
 
-def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
+def curves_of_run(store: Store, query: CurvesQuery) -> dict[str, Any]:
     """Curves of one run: `runs` by their names, and if requested `totals` and `times`."""
-    with Store.open(visit.context.run(run) / RECORD, readonly=True) as store, store.snapshot():
+    with store.snapshot():
         of_evaluations = [name for name in query.name if name.startswith(f"{EVAL}/")]
         all_evaluated = evaluated_curves(store) if of_evaluations else {}
         evaluated = {name: all_evaluated[name] for name in query.name if name in all_evaluated}

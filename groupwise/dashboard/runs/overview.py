@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,9 @@ from groupwise.runs.curves import WARM_UP
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
 from groupwise.runs.lock import holder
+from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
+from groupwise.training.evaluation.statistics import difference_at_once
 
 MOST_WARNINGS = 20
 """Most warnings listed, the newest."""
@@ -33,19 +36,26 @@ LOG_BYTES = 16_384
 def run(visit: Visit) -> Page:
     """The page of a run."""
     path = visit.context.run(visit.path_part("run"))
-    entry = visit.context.runs.entry(path)
+    data = overview_of(path, visit.context.runs.entry(path))
+    return Page("run.html", data, live=live_url(path.name))
+
+
+def overview_of(path: Path, entry: RunEntry) -> dict[str, Any]:
+    """The data of that page."""
     with Store.open(path / RECORD, readonly=True) as store:
         names = names_of(store)
         last_step = store.last_step()
-        meta, warnings = store.get_meta(), store.warnings()
+        meta, warnings, advice = store.get_meta(), store.warnings(), advice_on(store)
         data: dict[str, Any] = {
             **_run_header(path, entry),
             "metrics": {} if last_step is None else store.step_metrics(last_step),
             "plots": {
                 section: [asdict(plot) for plot in plots]
-                for section, plots in plots_of(names).items()
+                for section, plots in plots_of(names, store.reward_ranges()).items()
             },
-            "advice": advice_on(store),
+            "advice": advice,
+            "change": _change_of_reward(store, entry.info),
+            "problems": _problems(entry.info, meta.get("error"), advice, warnings),
             "warnings": [asdict(warning) for warning in warnings[-MOST_WARNINGS:]],
             "all_warnings": len(warnings),
             "failures": [asdict(failure) for failure in store.failures(newest=NEWEST_FAILURES)],
@@ -68,7 +78,7 @@ def run(visit: Visit) -> Page:
         "summary": summary,
         "log": _log_tail(path / LOG),
     }
-    return Page("run.html", data, live=live_url(path.name))
+    return data
 
 
 def config(visit: Visit) -> Page:
@@ -106,6 +116,37 @@ def _run_header(path: Path, entry: RunEntry) -> dict[str, Any]:
             "process": None if lock_holder is None else lock_holder.pid,
         }
     }
+
+
+def _change_of_reward(store: Store, info: RunInfo) -> dict[str, float] | None:
+    """How much more the last steps earn than the first, with its 95 % interval over their groups. None while that cannot be told."""
+    last_step = store.last_step()
+    if last_step is None or info.steps < 2:
+        return None
+    count = min(ENDS, info.steps // 2)
+    before = [group.mean for group in store.group_rewards(0, count - 1)]
+    after = [group.mean for group in store.group_rewards(last_step - count + 1, last_step)]
+    interval = difference_at_once(before, after)
+    if interval is None:
+        return None
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _problems(
+    info: RunInfo,
+    error: Any,
+    advice: Sequence[Mapping[str, Any]],
+    warnings: Sequence[WarningRecord],
+) -> list[str]:
+    """What is wrong, in a few words each: the end of the run, signals that are on, and metrics that ask for advice."""
+    ended_badly = {"failed": "it failed", "crashed": "its process is gone"}.get(info.state or "")
+    kinds = {warning.name: warning.kind for warning in warnings}
+    active = [name.replace("_", " ") for name, kind in kinds.items() if kind == "begins"]
+    asking = [entry["problem"] for entry in advice]
+    return [
+        *filter(None, [ended_badly or (error and "it failed")]),
+        *dict.fromkeys(active + asking),
+    ]
 
 
 def _seconds_left(store: Store, info: RunInfo) -> float | None:

@@ -14,6 +14,7 @@ from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_url, page_route
 from groupwise.dashboard.runs.overview import run_header
 from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
+from groupwise.dashboard.templates import outcome as outcome_in_words
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
@@ -49,6 +50,20 @@ ORDERS = {
     "worst": "lowest first",
 }
 OUTCOMES = ("scored", "failed", "timed_out", "unscored", "pending")
+CHIPS = {
+    "text": "{}",
+    "step": "step {}",
+    "example": "example {}",
+    "task": "task {}",
+    "outcome": "{}",
+    "truncated": "cut off: {}",
+    "part": "part {}",
+    "low": "reward ≥ {}",
+    "high": "reward ≤ {}",
+    "shortest": "≥ {} tokens",
+    "longest": "≤ {} tokens",
+}
+"""What a page says of each filter in use, by its parameter."""
 UNSCORED = ("failed", "timed_out")
 
 
@@ -112,6 +127,11 @@ def rollouts(visit: Visit) -> Page:
             "rollouts": [asdict(rollout) for rollout in views[:PER_PAGE]],
             "more": len(views) > PER_PAGE and query.page < MOST_PAGES,
             "asked": query.model_dump(),
+            "chips": [
+                (name, text.format(outcome_in_words(value) if name == "outcome" else value))
+                for name, text in CHIPS.items()
+                if (value := getattr(query, name)) is not None
+            ],
             "part_names": store.part_names(),
             "tasks": store.tasks(MOST_TASKS + 1),
             "most_tasks": MOST_TASKS,

@@ -128,10 +128,13 @@ function agos() {
   }
 }
 
-// j and k go from one rollout to the next, / to the search, as in other lists of long things.
+// j and k go from one rollout to the next, / to the search, as in other lists of long things; ? shows all keys.
 function keys() {
+  const help = document.getElementById("keys");
+  if (!help) return; // a run's page as one file
+  document.getElementById("help").addEventListener("click", () => help.showModal());
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "")) return;
+    if (help.open || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "")) return;
     if (event.key === "/") {
       const search = document.querySelector('input[type="search"]');
       if (search) {
@@ -139,6 +142,8 @@ function keys() {
         search.focus();
       }
     }
+    if (event.key === "?") help.showModal();
+    if (event.key === "d") document.getElementById("theme").click();
     if (event.key !== "j" && event.key !== "k") return;
     const links = [...document.querySelectorAll(".rollout header")].map((header) => header.querySelector("a")).filter(Boolean);
     const at = links.indexOf(document.activeElement);

@@ -41,13 +41,19 @@ function faded(name, share) {
 
 // --- what is drawn -------------------------------------------------------------------------------
 
+const inFile = JSON.parse(document.getElementById("curves")?.textContent ?? "null"); // where a run's page is one file, all of its curves
+
 // Curves of runs, of a stack how high it is, and when each column was done.
 async function fetched(runs, names, stacked, timed, range) {
+  if (inFile) return range ? null : byRun(inFile[names.join("\n")]);
   const near = range ? [["from", range[0]], ["to", range[1]]] : [];
   const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ...(stacked ? names.map((name) => ["total", name]) : []), ...(timed ? [["times", "yes"]] : []), ["columns", WIDTH], ...near]);
   const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
   if (!answer.ok) return null;
-  const { runs: curvesOfRuns, totals, times } = await answer.json();
+  return byRun(await answer.json());
+}
+
+function byRun({ runs: curvesOfRuns, totals = {}, times = {} }) {
   return Object.fromEntries(Object.entries(curvesOfRuns).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run], [CLOCK]: times[run] }]));
 }
 
@@ -142,14 +148,15 @@ const alone = (made, index) => finite(made.data[index]).length < 2;
 
 // What a line is made of: itself, its spread, and what stands out in steps that share a column; of two edges the lower one comes first, and the
 // upper one has the filling.
-function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
+function pieces(curve, spread, thinned, ink, label, { many, shaded, nth, bounds }) {
   const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone } };
   const edge = { points: { show: false }, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
   const lines = [{ ...main, values: curve.mean }];
   if (spread) {
     const by = beside(curve, spread);
-    const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : value + sign * by[at]));
+    const cut = (edge, value) => (bounds ? Math.max(Math.min(bounds[0], value), Math.min(Math.max(bounds[1], value), edge)) : edge); // no rollout earned more or less
+    const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : cut(value + sign * by[at], value)));
     lines.push({ ...bare, label: "− spread", values: far(-1), deep: true }, { ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) });
   }
   if (thinned) {
@@ -170,8 +177,8 @@ const isThinned = (curve) => curve.first.some((value, index) => value !== curve.
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
 // A curve with all that is drawn of it.
-function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, shaded) {
-  const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank });
+function linesOf({ fine, coarse, spread, bounds, rank, label, places }, stacked, many, shaded) {
+  const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank, bounds });
   const hides = stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
   return made.map((line) => ({ ...line, ...hides, at: places }));
 }
@@ -180,7 +187,8 @@ function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, s
 function curvesIn(plot, runs, labels, whole, fine) {
   const many = runs.length > 1;
   const all = runs.flatMap((run, nth) =>
-    plot.lines.map(({ metric, label, spread }, index) => ({
+    plot.lines.map(({ metric, label, spread, bounds }, index) => ({
+      bounds,
       nth,
       rank: many ? nth : index,
       label: many ? labels[nth] : label || metric,

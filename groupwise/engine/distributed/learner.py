@@ -95,10 +95,14 @@ class RankLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         return await self._by_row("learner.predictions", rows)
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
-        require_equal("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
-        self._ranks.call_each_now(
+        ranks = range(self._ranks.count)
+        fingerprints = await self._call_together(
+            [(rank, "learner.fingerprint", ()) for rank in ranks]
+        )
+        require_equal("the learners' weights", fingerprints)
+        await self._call_together(
             self._first_rank_calls("learner.save", (folder,), "learner.attend_save")
         )
 

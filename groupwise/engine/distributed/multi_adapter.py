@@ -197,9 +197,9 @@ class ModelLearner:
         """See `groupwise.core.types.Learner.predictions`."""
         return await self._model.call("learner.predictions", [*rows])
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`."""
-        self._model.call_now("learner.save", folder)
+        await self._model.call("learner.save", folder)
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""

@@ -302,9 +302,11 @@ class TorchLearner:
         assert self._teacher is not None, "built without a teacher, because the algorithm has none"
         return self._teacher
 
-    def save(self, folder: str) -> None:
-        """See `groupwise.core.types.Learner.save`. Raises OSError if the files cannot be written."""
-        path = Path(folder)
+    async def save(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.save`. A thread writes. Raises OSError if the files cannot be written."""
+        await wait_until_done(asyncio.to_thread(self._save, Path(folder)))
+
+    def _save(self, path: Path) -> None:
         moments = {**WholeTensors(self._optimiser_tensors())}
         self._weights.save(path)
         if self._teacher is not None and self._teacher.average is not None:

@@ -8,6 +8,7 @@ may one sequence hold several texts, each with positions from 0. Models with a s
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,11 @@ from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.experts import all_rows
 from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
+
+
+def cache_keyword(body: nn.Module) -> str:
+    """Name of the cache among the arguments and outputs of a transformers model: `cache` since 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
 
 
 class PromptCache:
@@ -118,6 +124,7 @@ class Decoder:
         self.layer_types = set(kinds) if kinds else None
         kinds = self.layer_types or set[str]()
         self.has_state = has_state(self.config)
+        self._cache_keyword = cache_keyword(self.body)
         # Models that do not list which layers have a sliding window have it in all.
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
@@ -172,8 +179,8 @@ class Decoder:
                 input_ids=ids_BT,
                 position_ids=positions_BT,
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{self._cache_keyword: cache},
             )
         return output.last_hidden_state
 
@@ -183,9 +190,12 @@ class Decoder:
         positions_1T = torch.arange(first, first + ids_1T.shape[1], device=self.device)[None]
         with self.kernels():
             output = self.body(
-                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+                input_ids=ids_1T,
+                position_ids=positions_1T,
+                use_cache=True,
+                **{self._cache_keyword: cache},
             )
-        return output.last_hidden_state[0], output.past_key_values
+        return output.last_hidden_state[0], output[self._cache_keyword]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""

@@ -311,13 +311,15 @@ def _state_numbers(model: PreTrainedModel, sizes: Sizes) -> int:
         return 0
     import torch
 
+    from groupwise.engine.models.decoder import cache_keyword
+
     ids_1T = torch.zeros(1, STATE_TOKENS, dtype=torch.long, device="meta")
     body = (
         model.bfloat16().get_decoder()
     )  # the format for which all products have a rule without numbers
     try:
         with torch.no_grad(), quiet():
-            cache = body(input_ids=ids_1T, use_cache=True).past_key_values
+            cache = body(input_ids=ids_1T, use_cache=True)[cache_keyword(body)]
     except Exception:  # noqa: BLE001 — code of any model, which may look at numbers that there are none of
         return 0
     numbers = sum(tensor.numel() for tensor in _tensors(cache))

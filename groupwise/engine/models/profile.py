@@ -105,9 +105,10 @@ class MarkedLearner:
         with record_function("learner.predictions"):
             return await self._learner.predictions(rows)
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`."""
-        self._learner.save(folder)
+        with record_function("learner.save"):
+            await self._learner.save(folder)
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""

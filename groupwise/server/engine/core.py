@@ -192,7 +192,7 @@ class EngineCore:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
             run.learner.load(order.start_from)
-            save_checkpoint(run)  # from now on it does not need the other run's checkpoint
+            await save_checkpoint(run)  # from now on it does not need the other run's checkpoint
         await publish(run, run.policy.version)
         if (prepare_schemas := getattr(run.sampler, "prepare_schemas", None)) is not None:
             await prepare_schemas()
@@ -475,13 +475,13 @@ class EngineCore:
                     await run.settle()  # a request that came now would need the memory back
                 metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
-                self._save()
+                await self._save()
             self._loaded_run.progress.phase("ready")
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
 
-    def _save(self) -> None:
-        save_checkpoint(self._loaded_run.run)
+    async def _save(self) -> None:
+        await save_checkpoint(self._loaded_run.run)
         self._note_oldest_checkpoint()
 
     def _note_oldest_checkpoint(self) -> None:
@@ -498,7 +498,7 @@ class EngineCore:
         """See `Engine.save`."""
         async with self._run_lock:
             run = self._loaded_run.run
-            self._save()
+            await self._save()
             return Saved(run.step, str(run.folder.checkpoints / f"step-{run.step}"))
 
     async def close_run(self, finished: bool) -> str:
@@ -506,7 +506,7 @@ class EngineCore:
         async with self._run_lock:
             current = self._loaded_run
             run = current.run
-            self._save()
+            await self._save()
 
             def write_final(folder: Path) -> None:
                 shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)

@@ -225,7 +225,7 @@ class EngineParts:
             raise UsageError(f"There is a folder {folder} already; choose another name.")
         target.mkdir(parents=True)
         try:
-            learner.save(str(target))
+            await learner.save(str(target))
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             raise

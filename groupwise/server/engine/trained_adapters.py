@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,7 +216,7 @@ class EngineModels:
     ) -> UpdateResult:
         """See `VerbEngine.optim_step`."""
         result = await self._find_model(model).parts.learner.update(params)
-        self._keep_state(model, keep_as)
+        await self._keep_state(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
@@ -225,14 +225,14 @@ class EngineModels:
         stored = Stored(model, "weights", name)
         if not overwrite:
             self._base_state.folders.check_free(stored, call)
-        self._write_saved(stored, call, lambda folder: learner.save(str(folder)))
+        await self._write_saved(stored, call, lambda folder: learner.save(str(folder)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """See `VerbEngine.save_for_sampler`."""
         handle = self._find_model(model).parts.model
         stored = Stored(model, "sampler_weights", name)
         self._base_state.folders.check_free(stored, call)
-        self._write_saved(stored, call, lambda folder: handle.call_now("trained.save", folder))
+        await self._write_saved(stored, call, lambda folder: handle.call("trained.save", folder))
 
     async def load_state(
         self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
@@ -256,7 +256,7 @@ class EngineModels:
             model_state.parts.learner.load(str(folder))
         else:
             model_state.parts.model.call_now("learner.load_weights", str(folder))
-        self._keep_state(model, keep_as)
+        await self._keep_state(model, keep_as)
 
     def _find_model(self, name: str) -> _Model:
         if name not in self._models:
@@ -288,28 +288,26 @@ class EngineModels:
         paths = [path for kind, is_trained in trained.items() if is_trained for path in kinds[kind]]
         return LoraConfig(r=spec.rank, target_modules=tuple(paths))
 
-    def _keep_state(self, model: str, call: int | None) -> None:
+    async def _keep_state(self, model: str, call: int | None) -> None:
         """Save the state after a call, so that later calls can be repeated from it; older states are deleted."""
         if call is None:
             return
         learner, folders = self._find_model(model).parts.learner, self._base_state.folders
         folder_of_state = folders.automatic_path(model, call)
-        atomic_files.make_folder(
-            folder_of_state, lambda folder: learner.save(str(folder)), replace=True
-        )
+        with atomic_files.making_folder(folder_of_state, replace=True) as folder:
+            await learner.save(str(folder))
         folders.forget_automatic(model, before=call)
 
-    def _write_saved(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
+    async def _write_saved(
+        self, stored: Stored, call: int, write: Callable[[Path], Awaitable[Any]]
+    ) -> None:
         model_state, folders = self._find_model(stored.model), self._base_state.folders
         saved = Saved(
             model_state.spec, model_state.parts.model.call_now("learner.fingerprint"), call
         )
-
-        def fill(folder: Path) -> None:
-            write(folder)
+        with atomic_files.making_folder(folders.path_of(stored), replace=True) as folder:
+            await write(folder)
             folders.describe(folder, saved)
-
-        atomic_files.make_folder(folders.path_of(stored), fill, replace=True)
         for sampler in self._samplers:
             if sampler.weights == stored:  # a new sampler of this name gets the new weights
                 sampler.weights = _OVERWRITTEN

@@ -80,6 +80,18 @@ def paired_difference(before: Sequence[float], after: Sequence[float], seed: int
     return bootstrap_mean([b - a for a, b in zip(before, after, strict=True)], seed)
 
 
+def difference_at_once(before: Sequence[float], after: Sequence[float]) -> Interval | None:
+    """Mean of `after` less mean of `before`, of different prompts: the normal interval with unequal variances (Welch). None if fewer than
+    two values on a side, or no variance at all, leave nothing to tell its width by.
+    """
+    if min(len(before), len(after)) < 2:
+        return None
+    error = math.sqrt(stdev(before) ** 2 / len(before) + stdev(after) ** 2 / len(after))
+    value = fmean(after) - fmean(before)
+    half = Z95 * error
+    return Interval(value, value - half, value + half, len(before) + len(after)) if error else None
+
+
 def wilson(share: float, count: int) -> Interval:
     """A share of `count` trials with Wilson's score interval (1927)."""
     centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)

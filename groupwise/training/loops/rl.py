@@ -49,7 +49,7 @@ async def train(run: TaskRun) -> None:
             if run.step == EARLY_WARNING_STEP < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
-                save_checkpoint(run)
+                await save_checkpoint(run)
                 await run.callbacks.announce_checkpoint()
     finally:
         await run.schedule.close()

@@ -372,7 +372,7 @@ async def run_to_completion(run: TaskRun, prepared: RlPrepared, started_at: floa
             run.say(f"held-out before any training: {describe_result(untrained)}")
         before = await held_out_result(run, BEFORE, 0, prepared)
         await train(run)
-        save_checkpoint(run)
+        await save_checkpoint(run)
         await run.callbacks.announce_checkpoint()
 
         def fill(folder: Path) -> None:
@@ -405,7 +405,7 @@ async def leave_interrupted(
     """Save an interrupted run: its scored groups, and a checkpoint of the last completed step."""
     run.folder.store.keep_unfinished(run.uncommitted_groups.values())
     if run.step > 0:
-        save_checkpoint(run)
+        await save_checkpoint(run)
         await run.callbacks.announce_checkpoint()
     write_curve(run, METRIC)
     summary = await end(run, "interrupted", _summarise(run, prepared, started_at))

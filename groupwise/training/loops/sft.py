@@ -352,7 +352,7 @@ async def _held_out_loss(
 async def save(run: SftRun) -> None:
     """Write a checkpoint of the steps done, unless there is one, and delete older ones as configured, but never the best."""
     if run.saved_step != run.step:
-        write_checkpoint(run)
+        await write_checkpoint(run)
     keep = run.config.run.save_total_limit
     if keep is not None:
         checkpoints.prune(run.folder.checkpoints, keep, {run.best.step} if run.best else ())

@@ -7,6 +7,7 @@ the rest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import NonFiniteError
-from groupwise.core.interruption import Interruption
+from groupwise.core.interruption import Interruption, wait_until_done
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Learner, OptimiserParams, Policy, Row, UpdateResult, to_json
 from groupwise.engine.learner.config import OptimisationConfig
@@ -176,27 +177,29 @@ def count_non_finite(training: Training, left_out: int) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save_checkpoint(training: Training) -> None:
+async def save_checkpoint(training: Training) -> None:
     """Write a checkpoint of the steps done, unless there is one, and delete older ones as configured."""
     if training.saved_step != training.step:
-        write_checkpoint(training)
+        await write_checkpoint(training)
     keep = training.config.run.save_total_limit
     if keep is not None:
         checkpoints.prune(training.folder.checkpoints, keep)
 
 
-def write_checkpoint(training: Training) -> None:
-    """Write everything that a resume needs as one folder, which appears under its name only when complete."""
-    training.progress.phase("saving", 0, 1)
+async def write_checkpoint(training: Training) -> None:
+    """Write everything that a resume needs as one folder, which appears under its name only when complete.
 
-    def fill(folder: Path) -> None:
-        training.learner.save(str(folder))
+    The weights are written and hashed by threads, while groups of later steps are sampled.
+    """
+    training.progress.phase("saving", 0, 1)
+    with checkpoints.begin(training.folder.checkpoints, training.step) as folder:
+        # What sampling changes is written before anything is waited for.
+        extra = {"position": training.position()}
         training.save_more(folder)
         write_piece(training.folder.path, training.folder.store.path, folder, training.step)
         carry(training.folder.path, folder, training.step)
         if training.policy.kind == "full":  # another run can then start from the checkpoint
             training.tokenizer.save_pretrained(folder)
-
-    extra = {"position": training.position()}
-    checkpoints.save(training.folder.checkpoints, training.step, fill, extra)
+        await training.learner.save(str(folder))
+        await wait_until_done(asyncio.to_thread(checkpoints.finish, folder, training.step, extra))
     training.saved_step = training.step

@@ -80,7 +80,7 @@ async def test_in_float32_nothing_is_left_to_rounding(
     with closing(base):
         new = NewModel(run="here", folder=str(tmp_path), seed=1, lora=LoraConfig(r=8))
         learner = (await build.models_over(base, 1).add("here", new)).learner
-        learner.save(str(tmp_path))
+        await learner.save(str(tmp_path))
         plain = PlainModel(workplace / MODEL, tmp_path, torch.float32)
         for step in steps_of_game:
             expected = plain.step(step.datums, step.adam)
@@ -94,7 +94,7 @@ async def test_in_float32_nothing_is_left_to_rounding(
                 adam["learning_rate"], None, 0.0, adam["beta1"], adam["beta2"], adam["eps"]
             )
             norm = (await learner.update(params)).grad_norm
-            learner.save(str(tmp_path))
+            await learner.save(str(tmp_path))
             flat = tuple(logprob for row in logprobs for logprob in row)
             computed = Step(sums["loss/policy"], norm, flat, read_weights(tmp_path))
             assert computed.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-3)

@@ -113,6 +113,35 @@ async def test_a_tool_of_verifiers_0_4():
     assert [s.source for s in rollout.segments if s.source == "policy"] == ["policy"] * 2
 
 
+@pytest.mark.timeout(300)
+async def test_a_judge_of_verifiers_0_4():
+    """It is configured by the arguments; one that fails costs the attempt, and no reward of 0 is made of it."""
+
+    async def refuse(number: int) -> Response | None:
+        return Response(status_code=400) if number == 1 else None
+
+    verdicts = scripted(lambda text, seed: "yes" if "a dozen" in text else "no")
+    with serve(Service(verdicts, models=("gpt-4.1-nano",), key="judge-key")) as judge:
+        judge.interfere = refuse
+        reference = {
+            "id": "reference",
+            "base_url": judge.url,
+            "api_key_var": "JUDGE_KEY",
+            "model": "gpt-4.1-nano",
+            "weight": 0.5,
+        }
+        args = {"taskset": {"task": {"judges": [reference]}}}
+        variables = {"JUDGE_KEY": "judge-key"}
+        task = {"args": args, "variables": variables}
+        judged, unjudged = await play(
+            "verifiers:sums-tool", lambda seed, seen: "a dozen", 1, examples=2, **task
+        )
+    values = {part.name: (part.value, part.weight) for part in judged.parts}
+    assert (values["correct"], values["reference"]) == ((0.0, 1.0), (1.0, 0.5))
+    assert unjudged.outcome == "failed"
+    assert "400" in str(unjudged.reason)
+
+
 @pytest.mark.timeout(400)
 def test_it_trains_goes_on_and_is_evaluated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

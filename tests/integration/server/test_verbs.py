@@ -210,7 +210,7 @@ async def test_the_gradient_is_that_of_the_learner(
         assert [each["loss/policy"] for each in sums] == losses
         params = OptimiserParams(0.02, None, 0.0, 0.9, 0.95, 1e-12)
         assert (await learner.update(params)).grad_norm == norm
-        learner.save(str(tmp_path))
+        await learner.save(str(tmp_path))
     weights = "adapter_model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
 

@@ -100,7 +100,7 @@ def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_
     for number, each in enumerate(both):
         state = tmp_path / str(number)
         state.mkdir()
-        each.learner.save(str(state))
+        asyncio.run(each.learner.save(str(state)))
         sums.append(
             asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators))
         )

@@ -68,7 +68,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
 
 @pytest.mark.parametrize("torn", ["adapter_model.safetensors", "orbax"])
 def test_a_torn_checkpoint_is_told_as_such(parts: Parts, torn: str, tmp_path: Path) -> None:
-    parts.learner.save(str(tmp_path))
+    asyncio.run(parts.learner.save(str(tmp_path)))
     parts.learner.load(str(tmp_path))
     place = tmp_path / torn
     files = [each for each in place.rglob("*") if each.is_file()] if place.is_dir() else [place]

@@ -17,6 +17,7 @@ from playwright.sync_api import ViewportSize, expect
 
 from groupwise.api.client import TrainingClient
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
+from groupwise.dashboard.runs.one_file import write_one_file
 from groupwise.jobs.fleet.files.logs import append, make
 from groupwise.jobs.fleet.local import LocalFleet
 from tests.integration.server.server_process import FAKE, running
@@ -32,7 +33,7 @@ from tests.integration.web.visiting import (
     too_wide,
 )
 from tests.unit.jobs.fleet.verbs.conftest import SmallFleet
-from tests.web_runs import write_run
+from tests.web_runs import HOSTILE, write_run
 
 pytestmark = needs_chromium
 SMALL: dict[str, Any] = {
@@ -60,6 +61,12 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     page.get_by_role("link", name="Rollouts").click()
     page.get_by_label("Text").fill('"answer 2 of step 9"')
     page.get_by_role("button", name="Show").click()
+    expect(page.locator(".rollout")).to_have_count(2)
+    page.get_by_text("Filters").click()
+    page.get_by_label("Outcome").select_option("failed")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("No rollout is like that")).to_be_visible()
+    page.get_by_label("Without the filter failed").click()
     expect(page.locator(".rollout")).to_have_count(2)
     page.locator(".rollout header a").first.click()
     tokens = page.locator(".tokens")
@@ -146,6 +153,10 @@ def test_by_keyboard(visit: Visit, site: str) -> None:
     page = visit(site).goes("/runs/first/rollouts")
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("next and previous rollout")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
     page.keyboard.press("/")
     expect(page.get_by_label("Text")).to_be_focused()
     page.keyboard.type("step 4")
@@ -157,6 +168,22 @@ def test_by_keyboard(visit: Visit, site: str) -> None:
     expect(page.locator(".rollout header a:first-child").nth(1)).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator(".tokens")).to_be_visible()
+
+
+def test_a_run_as_one_file_needs_no_server(visit: Visit, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "sent", 4, write=lambda *_: HOSTILE)
+    file = write_one_file(str(run), tmp_path / "sent.html")
+    visitor = visit(file.as_uri(), viewport=PHONE)
+    asked: list[str] = []
+    visitor.page.on("request", lambda request: asked.append(request.url))
+    page = visitor.goes("")
+    page.locator(".plot").first.scroll_into_view_if_needed()
+    expect(page.locator(".plot canvas").first).to_be_visible()
+    page.locator("[name=over]").select_option("time")
+    expect(page.locator(".u-legend").first).to_contain_text("seconds")
+    expect(page.locator(".rollout")).to_have_count(10)
+    assert (page.evaluate("document.body.dataset.owned"), asked) == (None, [file.as_uri()])
+    assert (serious_in(page), too_wide(page)) == ([], False)
 
 
 def test_a_key_is_typed_once(visit: Visit, tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         page = visit(address).goes("/runs/live/rollouts")
         is_live(page)
         take_steps(path, 3)
-        expect(page.locator(".rollout header a").first).to_have_text("#7.3", timeout=TIMEOUT_MS)
+        expect(page.locator(".rollout header a").first).to_have_text(
+            "Member 3 of group 7", timeout=TIMEOUT_MS
+        )
         before = page.evaluate(
             """() => {
                 const there = document.querySelectorAll(".rollout");
@@ -117,6 +119,6 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         top = "element => element.getBoundingClientRect().top"
         assert page.locator(".rollout").nth(6).evaluate(top) == pytest.approx(before, abs=2)
         more.click()
-        expect(page.locator(".rollout header a").first).to_have_text("#11.3")
+        expect(page.locator(".rollout header a").first).to_have_text("Member 3 of group 11")
         expect(page.locator(".rollout").first).to_be_in_viewport()
         expect(page.locator(".news")).to_have_count(0)

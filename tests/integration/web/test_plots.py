@@ -124,7 +124,14 @@ class Plots:
         add_metrics(path, steps, done)
         return path
 
-    def draw(self, title: str, run: str, *others: str, **choice: str) -> None:
+    def draw(
+        self,
+        title: str,
+        run: str,
+        *others: str,
+        ranges: Mapping[str, tuple[float, float]] | None = None,
+        **choice: str,
+    ) -> None:
         """The plot of this title of a run, or this metric of several."""
         self.choose(**choice)
         if others:
@@ -132,7 +139,9 @@ class Plots:
             plot: dict[str, Any] = {"title": title, "lines": [line], "stacked": False}
         else:
             with Store.open(self.runs / run / "run.db", readonly=True) as store:
-                found = [each for some in plots_of(names_of(store)).values() for each in some]
+                found = [
+                    each for some in plots_of(names_of(store), ranges).values() for each in some
+                ]
             [plot] = [asdict(each) for each in found if each.title == title]
         self.page.evaluate("([runs, plot]) => plant(runs, plot)", [[run, *others], plot])
 
@@ -243,6 +252,9 @@ def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(pl
         {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
         {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"},
     ]
+    plots.draw("Reward", "parts", ranges={"reward": (0.0, 1.0)})
+    cut = {"step": "3", "reward": "1", "+ spread": "1", "− spread": "0.7"}
+    assert plots.one(1.0) == cut, "no reward is above 1"
     steps = [{"rollouts/failed": 100.0 * (n == 350), "rollouts/timed_out": 0.0} for n in range(700)]
     plots.run("peak", steps)
     plots.draw("Rollouts without a score", "peak")

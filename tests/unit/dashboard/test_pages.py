@@ -88,10 +88,21 @@ async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
     assert one["failures"][0]["count"] == 8, "their numbers differ"
     assert [plot["title"] for plot in one["plots"]["Reward"]][:2] == ["Reward", "Part: correct"]
     assert one["plots"]["More"][-1]["title"] == "own/number"
+    assert one["problems"] == ["length", "groups without signal", "rollouts without a score"]
+    change = one["change"]
+    assert change["low"] < change["value"] < change["high"]
+    assert change["value"] == pytest.approx(one["run"]["reward_last"] - one["run"]["reward_first"])
+    filters = "text=answer&outcome=unscored&low=0.5&order=best"
+    chips = (await said(f"/runs/one/rollouts?{filters}"))["chips"]
+    assert dict(chips) == {
+        "text": "answer", "outcome": "failed or timed out", "low": "reward ≥ 0.5"
+    }  # fmt: skip
     found = (await said("/runs/one/rollouts?order=best"))["rollouts"]
     rewards = [each["reward"] for each in found]
     assert rewards == sorted(rewards, reverse=True)
     assert {each["outcome"] for each in found} == {"scored"}
+    lines = [line for plot in one["plots"]["Reward"][:2] for line in plot["lines"]]
+    assert [line["bounds"] for line in lines] == [[rewards[-1], rewards[0]]] * 2, "what was earned"
     failed = (await said("/runs/one/rollouts?outcome=failed"))["rollouts"]
     assert {each["member"] for each in failed} == {3}
     first = found[0]
@@ -205,7 +216,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     assert times == [60.0, 120.0, 180.0, 240.0]
     page = await json_of(path.parent, "/runs/odd")
     plots = {plot["title"]: plot["lines"] for plot in page["plots"]["Held out"]}
-    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "eval/gsm8k/accuracy", "eval/gsm8k/large"]  # fmt: skip
+    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "gsm8k: accuracy", "gsm8k: large"]  # fmt: skip
     assert [each["label"] for each in plots["Held-out pass@k"]] == ["pass@1", "pass@4"]
 
 

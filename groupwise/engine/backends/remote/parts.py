@@ -320,10 +320,10 @@ class RemoteLearner(VerbLearner):
         """See `groupwise.core.types.Learner.publish`. The files are downloaded; old publications are removed."""
         return await self._session.run(self._publish_version(version))
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Raises StoreError if the local files cannot be written."""
         with atomic_files.explaining_disk_errors(Path(folder)):
-            self._session.now(self._save_state(Path(folder)))
+            await self._session.run(self._save_state(Path(folder)))
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""

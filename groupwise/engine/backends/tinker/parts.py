@@ -382,14 +382,14 @@ class TinkerLearner:
             self._published.pop(str(old), None)
         return Policy(self._run, version, fingerprint_of(client), "adapter", str(folder))
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The service saves; the folder gets the paths of state and sampler weights."""
         if self._last_save is None:
-            model = self._ready_now()
+            model = await self._ready()
             self._saves += 1
             name = f"{_as_name(self._run)}-{self._saves}-after-{self._updates}"
-            state = self._service.make_now(model.save_state, name).path
-            sampler = self._service.make_now(model.save_weights_for_sampler, name).path
+            state = (await self._service.make(model.save_state, name)).path
+            sampler = (await self._service.make(model.save_weights_for_sampler, name)).path
             self._last_save = SavedWeights(
                 base_model=self._service.model.name,
                 state=state,

@@ -113,9 +113,9 @@ class TunixLearner(VerbLearner):
         publications.remove_old(self._publish_folder, version, self._keep)
         return policy
 
-    def save(self, folder: str) -> None:
+    async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Orbax writes the optimiser's state, into its own folder."""
-        self._worker.call_now(Save(folder=folder))
+        await self._worker.call(Save(folder=folder))
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""

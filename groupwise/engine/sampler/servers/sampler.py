@@ -268,6 +268,8 @@ class ServerSampler:
         probe.check_logprobs(
             server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance
         )
+        if self._own is not None:
+            self._own.note_served()
         server.ready = served
 
     async def _renamed_base(

@@ -5,8 +5,8 @@ on the routes by which it sleeps and takes weights. When this process ends for a
 one is removed by the next process that claims one (`groupwise.runs.publications`).
 
 A thread starts it, and starts it again whenever it ends; `up` waits until it answers, and reports meanwhile what its log says. It is given
-up, with the first error in its log, if it ends twice in the same way before it answers, or once by an error that only the user can mend
-(`server_log.py`).
+up, with the first error in its log, if it ends twice in the same way before it serves the policy, or once by an error that only the user
+can mend (`server_log.py`).
 
 A server that takes turns with the learner on one GPU sleeps while the run learns: its weights wait in main memory, and its keys and values
 are dropped.
@@ -227,6 +227,8 @@ class SpawnedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._answered = threading.Event()
+        self._is_tried = False
+        """True if the server that was started last has served the policy, or was ended by `restart`."""
         self._asleep = False
         self._log_begin = 0
         """Size of the log when the server was started last."""
@@ -266,6 +268,10 @@ class SpawnedServer:
                 )
             await self._timing.sleep(LOOKS_EVERY)
 
+    def note_served(self) -> None:
+        """Record that it has completed prompts under the policy, so that a start which ends later is no failed one."""
+        self._is_tried = True
+
     async def sleep(self) -> None:
         """Release the GPU's memory, if it takes turns with the learner, until `wake`. No completion may be under way."""
         if self.spec.in_turn and not self._asleep and self._answered.is_set():
@@ -282,6 +288,7 @@ class SpawnedServer:
     def restart(self) -> None:
         """End the process, because its workers wait for what never comes; `up` then waits for the next one. Blocks until it has ended."""
         self.server.ready = None
+        self._is_tried = True
         if self._process is not None:
             _end_server(self._process)
         while self._answered.is_set() and not self._closing.wait(0.1):
@@ -314,6 +321,7 @@ class SpawnedServer:
         while not self._closing.is_set():
             with self.log.open("ab") as log:
                 self._log_begin = log.tell()
+                self._is_tried = False
                 self._process = process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
@@ -324,11 +332,11 @@ class SpawnedServer:
             reason = self._reason()
             ended = f"ended (exit status {process.returncode}): {reason}"
             kind = (process.returncode, reason.partition(":")[0])  # what follows may have numbers
-            if known_remedy(reason) or (not self._answered.is_set() and kind == earlier):
+            if known_remedy(reason) or (not self._is_tried and kind == earlier):
                 self._failure = ended
                 self._answered.clear()
                 return
-            earlier = None if self._answered.is_set() else kind
+            earlier = None if self._is_tried else kind
             self._answered.clear()
             logger.warning(
                 "the vLLM of this run %s\nIt is started again; its whole output is in %s",

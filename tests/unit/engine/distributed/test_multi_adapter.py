@@ -300,7 +300,7 @@ async def test_a_model_starts_from_what_another_saved(processes, tmp_path):
         await step(first, 0)
         saved = tmp_path / "saved"
         saved.mkdir()
-        first.learner.save(str(saved))
+        await first.learner.save(str(saved))
         again = await models.add("again", new(tmp_path, "again", LoraConfig(), start=str(saved)))
         given = rows(4)
         wanted = await first.learner.logprobs(given)

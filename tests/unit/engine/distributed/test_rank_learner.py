@@ -7,6 +7,7 @@
 5. Replicas that come apart stop the run.
 """
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -50,7 +51,7 @@ async def learnt(parts, given, updates=2, calls=1):
 @pytest.fixture(scope="module")
 def start(alone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    alone.learner.save(str(folder))
+    asyncio.run(alone.learner.save(str(folder)))
     return str(folder)
 
 
@@ -93,7 +94,7 @@ async def test_replicas_stay_equal(fresh):
 async def test_checkpoints_go_to_and_fro(fresh, start, tmp_path):
     alone, two = fresh
     await learnt(two, rows())
-    two.learner.save(str(tmp_path))
+    await two.learner.save(str(tmp_path))
     alone.learner.load(str(tmp_path))
     marks = [(await parts.learner.publish(1)).fingerprint for parts in (alone, two)]
     assert marks[0] == marks[1]
@@ -128,14 +129,14 @@ async def test_dropout_differs_between_ranks(fresh, dropping):
 async def test_replicas_that_come_apart_are_noticed(dropping, tmp_path):
     parts = dropping
     await parts.ranks.call(1, "learner.forward_backward", rows(), LOSS, {"policy": 60.0})
-    parts.learner.save(str(tmp_path))
+    await parts.learner.save(str(tmp_path))
     (tmp_path / "learner.json").write_text('{"updates": 0, "seed": 0}')
     await learnt(parts, rows(), updates=1)
     await parts.ranks.call(1, "learner.load", str(tmp_path))
     with pytest.raises(RunError, match="the learners' weights"):
         await parts.learner.publish(1)
     with pytest.raises(RunError, match="the learners' weights"):
-        parts.learner.save(str(tmp_path))
+        await parts.learner.save(str(tmp_path))
 
 
 async def test_slopes_and_memory_are_told(fresh):

@@ -157,7 +157,7 @@ async def test_a_moving_average_follows_and_is_restored(make_learner, make_rows,
     teacher_logprobs = await learner.logprobs(rows, "teacher")
     assert teacher_logprobs != policy_before
 
-    learner.save(str(tmp_path))
+    await learner.save(str(tmp_path))
     restored = learner_of(0.25)
     restored.load(str(tmp_path))
     assert await restored.logprobs(rows, "teacher") == teacher_logprobs

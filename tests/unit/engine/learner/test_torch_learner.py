@@ -321,7 +321,7 @@ async def test_all_weights_are_computed_in_bfloat16_and_kept_in_float32(
     await learner.update(replace(STEP, learning_rate=rate, weight_decay=0.0))
     moved = [(after - before[name]).abs().max() for name, after in values(learner).items()]
     assert min(moved) > 0
-    learner.save(str(tmp_path / "checkpoint"))
+    await learner.save(str(tmp_path / "checkpoint"))
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto")
     close(dict(stored.named_parameters()), values(learner), rounding=0)
 
@@ -427,6 +427,24 @@ async def test_weights_are_hashed_while_they_are_written_and_the_event_loop_goes
     assert written.is_set()
 
 
+async def test_a_checkpoint_is_written_while_the_event_loop_goes_on(
+    make_learner, monkeypatch, tmp_path
+):
+    """One that is cancelled is completed first."""
+    learner, goes_on = make_learner(), threading.Event()
+    save = learner._weights.save
+    monkeypatch.setattr(learner._weights, "save", lambda folder: goes_on.wait(20) and save(folder))
+    saving = asyncio.create_task(learner.save(str(tmp_path)))
+    await asyncio.sleep(0)
+    saving.cancel()
+    await asyncio.sleep(0)
+    assert not saving.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    make_learner().load(str(tmp_path))
+
+
 async def test_a_version_published_again_is_written_anew(make_learner, make_rows):
     learner = make_learner()
     first = await learner.publish(1)
@@ -444,7 +462,7 @@ async def test_a_checkpoint_before_the_first_update(make_learner, make_rows, tmp
     """Also into a learner that has learnt: its moments and its half-made gradient are gone."""
     rows = make_rows()
     learner = make_learner(kind)
-    learner.save(str(tmp_path))
+    await learner.save(str(tmp_path))
     for seed in (7, 8):
         await computed(learner, make_rows(seed=seed), DR_GRPO)
         await learner.update(STEP)
@@ -464,7 +482,7 @@ async def test_another_process_goes_on_where_the_checkpoint_was(
     learner = make_learner(kind, dropout=0.2 if kind == "adapter" else 0.0)
     await computed(learner, make_rows(seed=1), DR_GRPO)
     await learner.update(STEP)
-    learner.save(str(tmp_path))
+    await learner.save(str(tmp_path))
     other = make_learner(kind, dropout=0.2 if kind == "adapter" else 0.0)
     other.load(str(tmp_path))
     for each in (learner, other):
@@ -482,7 +500,7 @@ async def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_refused(
     make_learner, tmp_path, kind
 ):
     learner = make_learner(kind)
-    learner.save(str(tmp_path))
+    await learner.save(str(tmp_path))
     with pytest.raises(ModelError, match="of another shape"):
         make_learner(kind, model=tiny_model(hidden_size=32)).load(str(tmp_path))
     damaged = next(tmp_path.glob("*model.safetensors"))
@@ -510,7 +528,7 @@ async def test_a_parameter_without_gradient_does_not_stand_in_the_way_of_a_resum
     assert any("vision" in name for name in values(learner))
     await computed(learner, make_rows(), DR_GRPO)
     await learner.update(STEP)
-    learner.save(str(tmp_path))
+    await learner.save(str(tmp_path))
     other.load(str(tmp_path))
     for each in (learner, other):
         await computed(each, make_rows(seed=2), DR_GRPO)
@@ -551,4 +569,4 @@ async def test_a_full_disk_is_explained(make_learner, tmp_path):
         with pytest.raises(StoreError, match=r"v000000001.*No space left"):
             await learner.publish(1)
         with pytest.raises(OSError, match="No space left"):
-            learner.save(str(disk))
+            await learner.save(str(disk))

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from groupwise.cli.main import main
 from groupwise.core import virtual_environments
 from groupwise.core.errors import TaskError, UsageError
 from groupwise.tasks.contract import load_task
@@ -20,7 +20,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked: list[list[str]] = []
 
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(words: list[str], *_: Any) -> tuple[int, str]:
         asked.append(words)
         reports = [Path(word.partition("=")[2]) for word in words if word.startswith("--report=")]
         for report in reports:
@@ -32,9 +32,9 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             archive = {"hashes": {"sha256": "ab12"}}
             entry = {"download_info": {"archive_info": archive}, "metadata": {"name": "verifiers"}}
             report.write_text(json.dumps({"install": [entry]}))
-        return subprocess.CompletedProcess(words, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(virtual_environments.subprocess, "run", run)
+    monkeypatch.setattr(virtual_environments, "run_installer", run)
     return asked
 
 
@@ -97,6 +97,17 @@ def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
 )
 def test_the_name_is_that_of_the_package(requirement: str, name: str):
     assert name_of(requirement) == name
+
+
+def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixture[str]):
+    """Its module is still that of the package; tasksets that come with verifiers have names of their own."""
+    used = {
+        "my_game": "--task-module verifiers:my-game task.environment=other",
+        "verifiers[ta]": "--task-module verifiers:other",
+    }
+    for package, words in used.items():
+        assert main(["environments", "install", package, "--name", "other", "--again"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"Use it: {words}"
 
 
 def test_one_that_is_not_there_is_missed_with_what_to_do():

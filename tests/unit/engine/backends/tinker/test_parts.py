@@ -294,7 +294,7 @@ async def test_a_gradient_that_must_not_be_used_is_not(
         with pytest.raises(NonFiniteError, match="no call that clears it"):
             await work
     (tmp_path / "state").mkdir()
-    learner.save(str(tmp_path / "state"))  # an interrupted run still saves its weights
+    await learner.save(str(tmp_path / "state"))  # an interrupted run still saves its weights
     learner.load(str(tmp_path / "state"))
     await step(learner)
 
@@ -306,10 +306,10 @@ async def test_a_checkpoint_names_a_state_from_which_training_goes_on(
     for folder in folders:
         folder.mkdir()
     await step(first)
-    first.save(str(folders[0]))
-    first.save(str(folders[1]))  # nothing was learnt since: it is the same state
+    await first.save(str(folders[0]))
+    await first.save(str(folders[1]))  # nothing was learnt since: it is the same state
     await step(first)
-    first.save(str(folders[2]))
+    await first.save(str(folders[2]))
     found = [saved.read(folder) for folder in folders]
     assert found[0] == found[1] != found[2]
     assert [each.updates for each in found] == [1, 1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,18 +32,18 @@ class Pip:
         self.words: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
 
-    def __call__(self, words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, words: list[str], environment: dict[str, str], show: object
+    ) -> tuple[int, str]:
         self.words.append(words)
-        if "-r" in words:
-            self.environments.append(more["env"])
-        failed = self.code if "-r" in words else 0
-        return subprocess.CompletedProcess(words, failed, "", "no network, says pip")
+        self.environments.append(environment)
+        return self.code, "no network, says pip"
 
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
     made = Pip()
-    monkeypatch.setattr(virtual_environments.subprocess, "run", made)
+    monkeypatch.setattr(virtual_environments, "run_installer", made)
     return made
 
 

@@ -38,7 +38,7 @@ def made(tmp_path_factory):
     found = learner_of(tmp_path_factory.mktemp("published") / "run")
     disturb(found)
     beginning = tmp_path_factory.mktemp("beginning")
-    found.save(str(beginning))
+    asyncio.run(found.save(str(beginning)))
     with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as other:
         yield found, str(beginning), one, other
 

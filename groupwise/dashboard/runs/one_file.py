@@ -1,0 +1,91 @@
+"""A run as one HTML file that opens anywhere: the overview with its plots, some rollouts of the newest step, and all settings.
+
+`groupwise runs export RUN --html FILE` writes it. Styles, scripts and curves are in the file, and its policy forbids the browser to load
+anything else. It is the page of `overview.py`, without the links to other pages of the dashboard.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
+from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
+from groupwise.dashboard.runs.overview import overview_of
+from groupwise.dashboard.runs.reading import LISTED
+from groupwise.dashboard.sources.runs import read_entry, stamp_of
+from groupwise.dashboard.templates import STATIC, render
+from groupwise.runs.find import resolve_run
+from groupwise.runs.folder import RECORD, flatten, read_config
+from groupwise.runs.records import RolloutFilter
+from groupwise.runs.store import Store
+
+COLUMNS = 400
+"""Columns of each curve: a file cannot fetch finer ones for a range."""
+ROLLOUTS = 5
+"""Rollouts of the newest step with the highest rewards, and as many with the lowest."""
+
+
+def write_one_file(
+    run: str, output: Path, *, runs_dir: Path = Path("runs"), force: bool = False
+) -> Path:
+    """Write a run's page to a file. Raises UsageError for wrong arguments."""
+    path, step = resolve_run(run, runs_dir)
+    if step is not None:
+        raise UsageError(f"--html shows a whole run: give {path.name} without @{step}.")
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder; --html names a file, such as {path.name}.html.")
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists. Name another file, or give --force to replace it.")
+    atomic_files.check_can_write(output)
+    overview = overview_of(path, read_entry(path, stamp_of(path)))
+    with Store.open(path / RECORD, readonly=True) as store:
+        curves = [
+            _curves_of_plot(store, path.name, plot)
+            for plots in overview["plots"].values()
+            for plot in plots
+        ]
+        rollouts = {
+            words: [
+                asdict(view)
+                for view in store.rollouts(
+                    RolloutFilter(
+                        step=store.last_step(), outcome="scored", order=order, limit=ROLLOUTS
+                    ),
+                    LISTED,
+                )
+            ]
+            for words, order in (("The highest rewards", "best"), ("The lowest rewards", "worst"))
+        }
+    data = {
+        **overview,
+        "rollouts": rollouts,
+        "settings": flatten(read_config(path)),
+        "curves": _as_script(dict(curves)),
+        "inline": lambda name: Markup((STATIC / name).read_text(encoding="utf-8")),
+    }
+    page = render("one_file.html", data).encode("utf-8", "replace")
+    atomic_files.write_file(output, page, replace=force)
+    return output
+
+
+def _curves_of_plot(store: Store, run: str, plot: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What `/curves` answers for a plot, under the names of its metrics, by which `plots.js` looks it up."""
+    names = [name for line in plot["lines"] for name in (line["metric"], line["spread"]) if name]
+    total = names if plot["stacked"] else []
+    query = CurvesQuery.model_construct(
+        run=[run], name=names, total=total, times=True, columns=COLUMNS, begin=None, end=None
+    )
+    answer = curves_of_run(store, query)
+    return "\n".join(names), {key: {run: value} for key, value in answer.items()}
+
+
+def _as_script(value: Any) -> Markup:
+    """Data for an element `<script type="application/json">`, which no text in it can end."""
+    text = json.dumps(atomic_files.without_nan(value), allow_nan=False).replace("<", "\\u003c")
+    return Markup(text)
