@@ -28,7 +28,22 @@ from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
 
-class TopLevelGroup(TyperGroup):
+class WrappingGroup(TyperGroup):
+    """A group whose help wraps long summaries of commands, where click would cut them off."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, found.get_short_help_str(limit=1000))
+                    for name, found in commands
+                    if found is not None and not found.hidden
+                ]
+            )
+
+
+class TopLevelGroup(WrappingGroup):
     """The top-level commands."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -38,7 +53,7 @@ class TopLevelGroup(TyperGroup):
             raise Stopped(interrupt) from interrupt
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(WrappingGroup):
     """The commands of a group, imported when one of them is needed."""
 
     module = ""

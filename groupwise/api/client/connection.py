@@ -167,8 +167,8 @@ def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple
     where = f"`url` or the variable {URL_VARIABLE} says where it is."
     if find_cause(error, ConnectionRefusedError):
         return NoServer(
-            f"Nothing listens at {connection.url} (connection refused): the server has ended, or runs elsewhere; {where} Start it again "
-            f"with the same output_dir; one that listens again within {connection.no_server_timeout:.0f} seconds is waited for."
+            f"Nothing listens at {connection.url} (connection refused): the server is still starting, has ended, or runs elsewhere; "
+            f"{where} If it has ended, start it again with the same output_dir, within {connection.no_server_timeout:.0f} seconds."
         ), True
     kind = type(error).__name__
     return NoAnswer(

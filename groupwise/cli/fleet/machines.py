@@ -162,7 +162,9 @@ def add(
         if seen is not None:
             machine = _record_first_look(cast("LocalFleet", access), vm, *seen)
         elif not as_json or prepare:
-            untrusted = f"but its login was not tried: it is not used before `groupwise fleet vm trust {vm}`"
+            untrusted = (
+                f"it gets jobs after `groupwise fleet vm trust {vm}`, which also tries its login"
+            )
             next_step = "the poller looks at it in its next round" if trusted else untrusted
             say(f"{vm} is in the fleet; {next_step}")
         if plan is not None and access.is_local:

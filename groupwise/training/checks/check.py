@@ -440,9 +440,7 @@ async def _find_gold_of(
             f"gold answers{suffix}",
             "ok",
             gold.description,
-            f"the way of writing it that the rewards read; on average earn: {earned}"
-            if means
-            else "",
+            f"of the ways to write an answer this one earns most; means: {earned}" if means else "",
             data={"column": column, "layout": layout, "rewards": means},
         )
     )

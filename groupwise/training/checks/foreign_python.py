@@ -71,8 +71,8 @@ FILE_FORMATS = ("json", "csv", "parquet", "text")
 OTHER_DATASET_REASON = "`{}` is no split of the set that is trained on"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
-    "data.prompt_column, data.answer_column and data.columns name columns; rows that are made otherwise a task file brings "
-    "(get_rl_dataset)"
+    "Where it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
+    "data.prompt_format=chat say so; other rows need a task file (get_rl_dataset)"
 )
 TASK_REMEDY = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
