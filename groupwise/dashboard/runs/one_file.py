@@ -20,13 +20,14 @@ from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
-from groupwise.runs.records import RolloutFilter
+from groupwise.runs.records import Order, RolloutFilter
 from groupwise.runs.store import Store
 
 COLUMNS = 400
 """Columns of each curve: a file cannot fetch finer ones for a range."""
 ROLLOUTS = 5
-"""Rollouts of the newest step with the highest rewards, and as many with the lowest."""
+"""Rollouts of the newest step in each of these orders."""
+ORDERS: dict[str, Order] = {"The highest rewards": "best", "The lowest rewards": "worst"}
 
 
 def write_one_file(
@@ -58,14 +59,14 @@ def write_one_file(
                     LISTED,
                 )
             ]
-            for words, order in (("The highest rewards", "best"), ("The lowest rewards", "worst"))
+            for words, order in ORDERS.items()
         }
     data = {
         **overview,
         "rollouts": rollouts,
         "settings": flatten(read_config(path)),
         "curves": _as_script(dict(curves)),
-        "inline": lambda name: (STATIC / name).read_text(encoding="utf-8"),
+        "inline": _static_text,
     }
     page = render("one_file.html", data).encode("utf-8", "replace")
     atomic_files.write_file(output, page, replace=force)
@@ -81,6 +82,10 @@ def _curves_of_plot(store: Store, run: str, plot: dict[str, Any]) -> tuple[str, 
     )
     answer = curves_of_run(store, query)
     return "\n".join(names), {key: {run: value} for key, value in answer.items()}
+
+
+def _static_text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 def _as_script(value: Any) -> str:
