@@ -34,7 +34,7 @@ NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
 NEEDS_vllm := $(ENVIRONMENT) vllm && $(ENVIRONMENT) vllm-oldest &&
 NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check docs fix bench soak gpu gpu-bundle sbom audit clean
+.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check docs screenshots fix bench soak gpu gpu-bundle sbom audit clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -66,6 +66,8 @@ check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(PYRIGHT) && $(BIN)/lint-imports && $(BIN)/deptry .
 docs: ## write the documentation as a site to build/site, which opens offline; every link is checked
 	$(READY) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+screenshots: ## take the pictures of the dashboard in the docs, of two runs that are trained first (ARGS="--fleet F --job J")
+	$(READY) --profile train && $(BIN)/python scripts/real_servers.py chromium && $(BIN)/python scripts/screenshots.py $(ARGS)
 fix: ## mend what a machine can mend
 	$(READY) && $(BIN)/python scripts/generate_sync_client.py && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers

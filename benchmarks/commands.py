@@ -3,7 +3,7 @@
 Each command runs in a fresh process, in a folder that holds a short run of the model `tiny`, and with a fleet that runs beside it. What
 counts is user and system time of the process and of the processes that it waited for: unlike seconds on a clock, it hardly depends on what
 else the machine does. The least of the repetitions is taken, because neighbours only ever add. A yardstick, Python importing a fixed part
-of its own library, says how fast the machine is at that moment.
+of its own library, runs in turns with each command, and so says how fast the machine is at that moment.
 
 Prints each figure beside its target. `--check` compares with the stored result of this kind of processor and fails where a command takes
 more than 1.3 times as long, in yardsticks.
@@ -70,27 +70,32 @@ def main() -> None:
         sys.exit(f"Nothing is stored for this processor ({file}): run it once with --store.")
     stored: dict[str, Any] = json.loads(file.read_text()) if given.check else {}
     with temporary() as name, prepared(Path(name)) as (folder, variables):
-        python = [sys.executable, "-c", YARDSTICK]
-        yardstick = processor_seconds(python, folder, variables, 4 * given.repetitions)
-        print(f"{yardstick:6.2f} s  yardstick")
+        yardstick = [sys.executable, "-c", YARDSTICK]
         seconds: dict[str, float] = {}
+        yardsticks: dict[str, float] = {}
         for line, target in COMMANDS:
             if given.only in line:
                 words = [sys.executable, "-m", "groupwise", *shlex.split(line)]
-                taken = processor_seconds(words, folder, variables, given.repetitions)
-                seconds[line.replace(f"{ROOT}/", "")] = taken
+                taken, alone = least_in_turns(
+                    (words, yardstick), folder, variables, given.repetitions
+                )
+                name = line.replace(f"{ROOT}/", "")
+                seconds[name], yardsticks[name] = taken, alone
                 missed = "" if target is None or taken <= target else f"  target {target} s missed"
-                print(f"{taken:6.2f} s  {line.replace(f'{ROOT}/', '')}{missed}", flush=True)
+                print(
+                    f"{taken:6.2f} s  {taken / alone:5.1f} yardsticks  {name}{missed}", flush=True
+                )
     if given.store:
-        result = {"machine": described, "yardstick": yardstick, "seconds": seconds}
+        result = {"machine": described, "seconds": seconds, "yardsticks": yardsticks}
         file.write_text(json.dumps(result, indent=2) + "\n")
         print(f"stored in {file}")
     if given.check:
         worse = [
-            f"{line}: {taken / yardstick:.1f} yardsticks, stored {before / stored['yardstick']:.1f}"
+            f"{line}: {now:.1f} yardsticks, stored {before:.1f}"
             for line, taken in seconds.items()
-            if (before := stored["seconds"].get(line)) is not None
-            and taken / yardstick > WORSE * before / stored["yardstick"]
+            if line in stored["seconds"]
+            and (now := taken / yardsticks[line])
+            > WORSE * (before := stored["seconds"][line] / stored["yardsticks"][line])
         ]
         if worse:
             sys.exit("Clearly more processor time than stored:\n" + "\n".join(worse))
@@ -131,24 +136,30 @@ def prepared(folder: Path) -> Any:
         fleet.wait(60)
 
 
-def processor_seconds(
-    words: Sequence[str], folder: Path, variables: dict[str, str], repetitions: int
-) -> float:
-    """The least processor time of a command. Raises SystemExit if it fails."""
-    least = float("inf")
-    for number in range(repetitions + 1):  # the first one may have to compile byte code
-        process = subprocess.Popen(
-            words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert process.stdout is not None
-        shown = process.stdout.read().decode(errors="replace")
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            sys.exit(f"{shlex.join(words)}\nfailed:\n{shown}")
-        if number:
-            least = min(least, used.ru_utime + used.ru_stime)
-    return least
+def least_in_turns(
+    commands: Sequence[Sequence[str]], folder: Path, variables: dict[str, str], repetitions: int
+) -> list[float]:
+    """The least processor time of each command, which run in turns. Raises SystemExit if one fails."""
+    rounds = [
+        [processor_seconds(words, folder, variables) for words in commands]
+        for _ in range(repetitions + 1)
+    ]
+    # The first round may have had to compile byte code.
+    return [min(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def processor_seconds(words: Sequence[str], folder: Path, variables: dict[str, str]) -> float:
+    """The processor time of a command. Raises SystemExit if it fails."""
+    process = subprocess.Popen(
+        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    shown = process.stdout.read().decode(errors="replace")
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{shlex.join(words)}\nfailed:\n{shown}")
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

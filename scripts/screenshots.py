@@ -1,8 +1,8 @@
-"""Pictures of the dashboard for README and docs: of real runs, a fleet and a training server, as somebody has them.
+"""`make screenshots`: pictures of the dashboard for README and docs, in docs/images/dashboard-*.png.
 
-    .venv/bin/python scripts/screenshots.py --runs runs --run quickstart --other quickstart-2 [--fleet F --job J] [--server URL]
-
-Pages are shown by Debian's Chromium (`scripts/real_servers.py chromium`), and their pictures go into docs/images/dashboard-*.png.
+They show two runs of configs/quickstart.yaml, which are trained first if the folder does not have them, or other runs that you name.
+Those of a fleet and of a training server are taken only of one that you name (`ARGS="--fleet F --job J --server URL"`). The browser is
+Debian's Chromium.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from urllib.parse import quote
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
+QUICKSTART = IMAGES.parents[1] / "configs" / "quickstart.yaml"
+TASK = IMAGES.parents[1] / "examples" / "01_first_task" / "task.py"
 DESK: ViewportSize = {"width": 1180, "height": 820}
 PHONE: ViewportSize = {"width": 390, "height": 760}
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -66,13 +68,22 @@ def of_runs(album: Album, run: str, other: str, rollout: str, draw: int) -> None
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
-    album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=equals&order=best")
+    album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
     album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")
     album.take("evaluation", f"/evaluations/compare?a={quote(other)}&b={quote(run)}")
+
+
+def train_missing(runs: Path, *names: str) -> None:
+    """Train the quickstart under each of these names that has no folder, each with a seed of its own."""
+    for seed, name in enumerate(names):
+        if not (runs / name).exists():
+            command = [sys.executable, "-m", "groupwise", "rl", "--config", QUICKSTART]
+            values = (f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}")
+            subprocess.run([*command, "--task-module", TASK, *values], check=True)
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,11 +93,11 @@ def key_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Take those that are asked for."""
+    """Take all pictures for which there is something to show."""
     parser = argparse.ArgumentParser(description="Take pictures of the dashboard.")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--other", required=True)
+    parser.add_argument("--runs", type=Path, default=Path("build/screenshots"))
+    parser.add_argument("--run", default="quickstart")
+    parser.add_argument("--other", default="quickstart-2", help="the run to compare with")
     parser.add_argument("--rollout", default="0.0", help="whose tokens are shown: DRAW.MEMBER")
     parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
     parser.add_argument("--fleet", help="folder or address")
@@ -95,6 +106,7 @@ def main() -> None:
         "--server", help="address of a training server; its key in GROUPWISE_API_KEY"
     )
     given = parser.parse_args()
+    train_missing(given.runs, given.run, given.other)
     beside = ("--fleet", given.fleet) if given.fleet else ()
     with dashboard(given.runs, *beside) as address, sync_playwright() as player:
         browser = player.chromium.launch(

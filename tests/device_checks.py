@@ -643,8 +643,14 @@ def fused_modules_are_those_of_transformers(
         torch.testing.assert_close(one, other, atol=close * largest, rtol=0, msg=part)
 
 
+HEADS = ((6, 2, 16, True), (3, 1, 24, False), (2, 2, 128, False))
+"""Of queries and of keys, their size, and whether they are normed."""
+
+
 @torch.no_grad()
-def kernels_with_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+def kernels_with_products_are_those_of_torch(
+    device: torch.device, dtype: torch.dtype, heads: Sequence[tuple[int, int, int, bool]] = HEADS
+) -> None:
     """An adapter's share of a SwiGLU, and attention to pages."""
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
@@ -655,7 +661,7 @@ def kernels_with_products_are_those_of_torch(device: torch.device, dtype: torch.
     found = kernels.gated_with_low_rank(both.to(device), low.to(device), up.to(device), dtype)
     close = 1e-4 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found.cpu().float(), F.silu(gate) * value, rtol=close, atol=close)
-    attention_to_pages_is_that_of_torch(device, dtype)
+    attention_to_pages_is_that_of_torch(device, dtype, heads)
 
 
 def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
@@ -713,14 +719,16 @@ def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dt
     assert torch.equal(plain.cpu(), logits)
 
 
-def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+def attention_to_pages_is_that_of_torch(
+    device: torch.device, dtype: torch.dtype, cases: Sequence[tuple[int, int, int, bool]]
+) -> None:
     """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none. All pages of a row
     are attended to at once, or some at a time, in parts that are joined.
     """
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
-    for heads, kv_heads, size, normed in ((6, 2, 16, True), (3, 1, 24, False), (2, 2, 128, False)):
+    for heads, kv_heads, size, normed in cases:
         page, epsilon = 16, 1e-5
 
         def drawn(*shape: int) -> Tensor:
@@ -752,7 +760,7 @@ def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype
             keys, values, torch.tensor(pages, dtype=torch.int32, device=device), *given, epsilon,
         )  # fmt: skip
         with patch.object(kernels, "PARTS", 2):
-            found = torch.stack([attend(None), attend(1), attend(2), attend(3)]).cpu()
+            found = torch.stack([attend(None), attend(1), attend(3)]).cpu()
         queries, *new = qkv.float().view(5, -1, size).split([heads, kv_heads, kv_heads], dim=1)
         for number, (each, norm) in enumerate(zip((queries, new[0]), norms, strict=True)):
             x = each if norm is None else F.rms_norm(each, (size,), norm, epsilon)

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -120,9 +120,9 @@ def _alike(text: str, node: ast.AST) -> list[ast.AST]:
     return next((each for each in readings if isinstance(each[0], kind)), readings[0])
 
 
-def _is(node: ast.AST, wanted: str | set[str], header: bool) -> bool:
-    if not header:
-        return _key(node) in wanted
+def _is(node: ast.AST, wanted: str | Mapping[str, type[ast.AST]]) -> bool:
+    if isinstance(wanted, Mapping):  # the kind first: to dump every node takes long
+        return type(node) in wanted.values() and _key(node) in wanted
     if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
         return False
     lines = [line for line in ast.unparse(node).strip().splitlines() if line[:1] != "@"]
@@ -179,7 +179,8 @@ def make_edit(tree: ast.Module, edit: Edit) -> None:
     if marked := re.fullmatch(r"(.*) @(\d+)", text):
         text, nth = marked[1], int(marked[2])
     names = edit.scope.split(".") if edit.scope else []
-    nodes = [node for scope in _scopes(tree, names) for node in ast.walk(scope)]
+    scopes = [*_scopes(tree, names)]
+    nodes = [node for scope in scopes for node in ast.walk(scope)]
     if " ~> " in text:
         old, new = (ast.literal_eval(each) for each in text.split(" ~> "))
         texts = [
@@ -189,8 +190,9 @@ def make_edit(tree: ast.Module, edit: Edit) -> None:
     else:
         old, new = (text[5:], "") if text.startswith("drop ") else text.split(" => ", 1)
         header = old.endswith(": ...")
-        wanted = f"{old[:-5]}:" if header else {_key(each[0]) for each in _readings(old) if each}
-        found = [each for each in nodes if _is(each, wanted, header)]
+        readings = () if header else [each[0] for each in _readings(old) if each]
+        wanted = f"{old[:-5]}:" if header else {_key(each): type(each) for each in readings}
+        found = [each for each in nodes if _is(each, wanted)]
     if not found or (len(found) > 1 and not nth):
         raise ValueError(f"{edit.file}, {edit.scope or 'module'}: {len(found)} times {old!r}")
     node = found[nth - 1 if nth else 0]
@@ -198,7 +200,9 @@ def make_edit(tree: ast.Module, edit: Edit) -> None:
         assert isinstance(node, ast.Constant)
         node.value = str(node.value).replace(old, new)
     else:
-        _replace(node, _alike(new, node) if new else [], _places(tree))
+        around = [tree] if node in scopes else scopes
+        places = {key: place for each in around for key, place in _places(each).items()}
+        _replace(node, _alike(new, node) if new else [], places)
 
 
 def changed(edits: Sequence[Edit]) -> dict[str, ast.Module]:

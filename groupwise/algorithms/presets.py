@@ -83,6 +83,11 @@ PRESETS: dict[str, Preset] = {
         "https://arxiv.org/abs/2501.03262, equations 6 to 8",
         {"group_baseline": True, "kl_estimator": "k2", "kl_gradient": "estimator"},
     ),
+    "max_rl_paper": Preset(
+        "max_rl",
+        "https://arxiv.org/abs/2602.02710, qwen3_experiments/run_qwen3_training.sh in https://github.com/tajwarfahim/maxrl",
+        {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2},
+    ),
     "gmpo_paper": Preset(
         "gmpo",
         "https://arxiv.org/abs/2507.20673",
@@ -97,6 +102,11 @@ PRESETS: dict[str, Preset] = {
             "temperature_negative": 1.05,
             "scale_rewards": "group",
         },
+    ),
+    "gdpo_paper": Preset(
+        "gdpo",
+        "https://arxiv.org/abs/2601.05242, verl-GDPO/train_gdpo.sh in https://github.com/NVlabs/GDPO",
+        {"beta": 0.0},
     ),
     "gigpo_paper": Preset(
         "gigpo",

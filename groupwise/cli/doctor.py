@@ -24,8 +24,10 @@ def doctor(
 ) -> None:
     """Examine model and engine on this machine, and estimate costs."""
     from groupwise.cli import findings
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import collect_seldom, write_json
     from groupwise.cli.printing import command_line, print_next
+
+    collect_seldom()
     from groupwise.training.checks.doctor import doctor as run
 
     report = run(

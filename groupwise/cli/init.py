@@ -74,8 +74,10 @@ def init(
 ) -> None:
     """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
     from groupwise.cli import findings
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import collect_seldom, write_json
     from groupwise.core.errors import UsageError
+
+    collect_seldom()
     from groupwise.training.checks.init import init as run
     from groupwise.training.checks.init_from import init_from
 

@@ -41,7 +41,7 @@ _CPU_TORCH = (
 
 
 def collect_seldom() -> None:
-    """Collect garbage rarely, in commands that do not train: their imports leave hardly any, and collecting takes a tenth of their time."""
+    """Collect garbage rarely, in commands that make no run: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
 
 

@@ -2,7 +2,7 @@
 
 1. A command begins the processes of its ranks before anything else, and none for a dry run.
 2. Until then nothing heavy has been imported.
-3. Nor by a dry run or a check of a model that can be counted by arithmetic: their processor time is what imports take.
+3. Nor by a dry run, `check` or `init` of a model that can be counted by arithmetic: their processor time is what imports take.
 4. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
 """
 
@@ -69,11 +69,13 @@ def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
     assert shown.stdout == "[]\n"
 
 
-def test_dry_runs_and_checks_import_neither_torch_nor_models(tmp_path):
+def test_dry_runs_checks_and_init_import_neither_torch_nor_models(tmp_path):
     model = ["model.name=tiny", f"run.dir={tmp_path}", "training.max_steps=1"]
     given = [["check", "-t", TOY, *model], ["runs", "list", "--dir", str(tmp_path)]]
     tasks = {"rl": TOY, "sft": SFT, "eval": TOY}
     given += [[verb, "-t", task, "--dry-run", *model] for verb, task in tasks.items()]
+    written = ["-m", "tiny", "--out", str(tmp_path / "toy.yaml"), "--no-measure"]
+    given.append(["init", "-t", TOY, *written])
     code = f"""
 import gc, sys
 from groupwise.cli.main import main
@@ -89,7 +91,7 @@ for words in {given!r}:
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = [line for line in shown.stdout.splitlines() if "heavy" in line]
-    assert found == [f"heavy [] {often}" for often in (10_000, 700, *[10_000] * 3)]
+    assert found == [f"heavy [] {often}" for often in (10_000, 700, *[10_000] * 4)]
 
 
 NOT_FOR = {

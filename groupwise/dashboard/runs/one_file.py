@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
 from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
@@ -67,7 +65,7 @@ def write_one_file(
         "rollouts": rollouts,
         "settings": flatten(read_config(path)),
         "curves": _as_script(dict(curves)),
-        "inline": lambda name: Markup((STATIC / name).read_text(encoding="utf-8")),
+        "inline": lambda name: (STATIC / name).read_text(encoding="utf-8"),
     }
     page = render("one_file.html", data).encode("utf-8", "replace")
     atomic_files.write_file(output, page, replace=force)
@@ -85,7 +83,7 @@ def _curves_of_plot(store: Store, run: str, plot: dict[str, Any]) -> tuple[str, 
     return "\n".join(names), {key: {run: value} for key, value in answer.items()}
 
 
-def _as_script(value: Any) -> Markup:
+def _as_script(value: Any) -> str:
     """Data for an element `<script type="application/json">`, which no text in it can end."""
-    text = json.dumps(atomic_files.without_nan(value), allow_nan=False).replace("<", "\\u003c")
-    return Markup(text)
+    text = json.dumps(atomic_files.without_nan(value), allow_nan=False)
+    return text.replace("<", "\\u003c")

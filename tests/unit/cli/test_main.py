@@ -150,6 +150,26 @@ def test_a_bug_shows_its_traceback_and_want_of_memory_is_none(
         assert json.loads(shown.out)["error"]["code"] == code
 
 
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    rl: Verb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rl.error = ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # type: ignore[reportUnknownLambdaType]
+    assert main(["rl", "-c", "c", "-t", "t"]) == 2
+    shown = capsys.readouterr().err
+    assert "needs peft" in shown
+    assert "pip install 'groupwise[train]'" in shown
+    assert "Traceback" not in shown
+
+
+def test_alone_it_shows_five_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    named = {line.split()[1] for line in shown.splitlines() if line.startswith("    groupwise ")}
+    assert named == {"rl", "init", "serve", "launch", "fleet"}
+    assert max(map(len, shown.splitlines())) < 80
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_outside_a_run_is_no_result(
     evaluate: Verb, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
