@@ -153,7 +153,7 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
         return None
     with suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires(PROGRAM) or ():
-            found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)", requirement)
+            found = re.match(r"([\w.-]++)[^;]*+;.*extra == ['\"]([\w-]+)", requirement)
             if found and found[1].replace("-", "_") == package and found[2] != "dev":
                 remedy = f"This needs {package}, which is not installed: pip install '{PROGRAM}[{found[2]}]'"
                 return remedy + (_CPU_TORCH if found[2] == "train" else ".")

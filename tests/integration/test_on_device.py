@@ -22,7 +22,6 @@ from groupwise.training.loops import rl_prepare
 from tests import device_checks
 from tests.device_checks import DeviceCase
 from tests.fake_cuda_graph import FakeCudaGraph
-from tests.forked_zygote import fork_peers
 from tests.integration import toy_run
 
 CPU = torch.device("cpu")
@@ -99,8 +98,7 @@ def test_looking_ahead_draws_the_same(case, monkeypatch):
     device_checks.looking_ahead_draws_the_same(case, monkeypatch)
 
 
-def test_a_sampler_beside_the_learner_draws_the_same(tmp_path, monkeypatch):
-    fork_peers(monkeypatch)
+def test_a_sampler_beside_the_learner_draws_the_same(tmp_path):
     device_checks.a_sampler_beside_the_learner_draws_the_same(
         DeviceCase(CPU, FakeCudaGraph, tmp_path, bytes_held)
     )
