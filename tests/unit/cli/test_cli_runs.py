@@ -43,7 +43,7 @@ def failed(draw: int) -> Rollout:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    config = {"model": {"name": "tiny", "lora": None}, "task": {"note": "\x1b[31m"}}
+    config = {"model": {"name": "tiny", "load_in_4bit": False}, "task": {"note": "\x1b[31m"}}
     left_out = {"get_rl_dataset": {"the prompt is empty": 7}}
     meta = {"model": "tiny", "task": "sort_words", "max_steps": 12, "rows_left_out": left_out}
     with RunFolder.create(tmp_path, "sort", config, meta) as run:
@@ -111,6 +111,7 @@ class TestShow:
         ):
             assert expected in shown
         assert "\x1b" not in shown
+        assert "load_in_4bit" not in shown, "defaults are left out"
         facts = call_json(runs, "show", "sort")
         warning = {"step": 3, "name": "length", "kind": "begins", "message": "grows", "values": {"now": 9.0}}  # fmt: skip
         assert (facts["checkpoints"], facts["warnings"]) == ([4], [warning])
