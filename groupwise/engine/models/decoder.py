@@ -195,7 +195,7 @@ class Decoder:
                 use_cache=True,
                 **{self._cache_keyword: cache},
             )
-        return output.last_hidden_state[0], output[self._cache_keyword]
+        return output.last_hidden_state[0], getattr(output, self._cache_keyword)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""

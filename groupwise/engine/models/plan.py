@@ -319,7 +319,7 @@ def _state_numbers(model: PreTrainedModel, sizes: Sizes) -> int:
     )  # the format for which all products have a rule without numbers
     try:
         with torch.no_grad(), quiet():
-            cache = body(input_ids=ids_1T, use_cache=True)[cache_keyword(body)]
+            cache = getattr(body(input_ids=ids_1T, use_cache=True), cache_keyword(body))
     except Exception:  # noqa: BLE001 — code of any model, which may look at numbers that there are none of
         return 0
     numbers = sum(tensor.numel() for tensor in _tensors(cache))

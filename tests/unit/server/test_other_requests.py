@@ -17,7 +17,7 @@ from groupwise.api.http.strict_json import MOST_KEYS, MOST_LISTS
 from tests.unit.server.fake_service import FakeService
 from tests.unit.server.http_client import app_of, client_of
 
-LONGEST = 0.5
+LONGEST = 1.0
 """Seconds of computing for which another request may wait."""
 GROUP = b'{"group_id": "g-1", "rewards": [0.5, 1, 0.25, 1]},'
 TOKENS = b"[" + b"12345," * 3_300_000 + b"1]"
