@@ -33,14 +33,13 @@ def names(folder: Path, step: int) -> set[str]:
     return {event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"}
 
 
-def test_a_profiled_run_is_the_same_run_and_its_trace_shows_what_was_done(tmp_path, capfd):
+def test_a_profiled_run_is_the_same_run_and_its_trace_shows_what_was_done(tmp_path):
     groupwise.rl(settings(tmp_path / "plain", None, max_off_policy_steps=1, max_steps=3), TOY)
     groupwise.rl(settings(tmp_path / "traced", [1], max_off_policy_steps=1, max_steps=3), TOY)
     traced = tmp_path / "traced/toy"
     assert what_must_be_equal(traced) == what_must_be_equal(tmp_path / "plain/toy")
     assert {path.name for path in (traced / "profile").iterdir()} == {"step-1.json", "step-1.txt"}
     assert not (tmp_path / "plain/toy/profile").exists()
-    assert "rofiler" not in capfd.readouterr().err, "torch's tracer says nothing"
     calls = {"forward_backward", "update", "publish", "logprobs of the reference"}
     wanted = {f"learner.{call}" for call in calls} | {"aten::mm", "aten::embedding"}
     assert names(traced, 1) >= wanted
