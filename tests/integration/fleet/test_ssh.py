@@ -253,7 +253,7 @@ BASH, RESTRICTED, TCSH, CSH, FISH = (
 SHELLS: dict[tuple[str, str], str] = {
     **{(shell, GREETING): "" for shell in ("/bin/dash", BASH, RESTRICTED, TCSH, CSH, FISH)},
     (BASH, "PATH=/nowhere\n"): "", (CSH, "set path = /nowhere\n"): "", (FISH, "set PATH /nowhere\n"): "",
-    (RESTRICTED, "PATH=/nowhere\n"): "no_python: .* python3: command not found",
+    (RESTRICTED, "PATH=/nowhere\n"): "no_python: .* python3: (command )?not found",
     **{(shell, "exit 3\n"): "status 3 and ran nothing: .*start-up file" for shell in (BASH, RESTRICTED)},
     **{(shell, "exec /bin/false\n"): "status 1 and ran nothing" for shell in (TCSH, CSH, FISH)},
     **{(shell, "kill -9 $$\n"): "started no command" for shell in (BASH, TCSH)},
