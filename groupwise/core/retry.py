@@ -98,7 +98,7 @@ class Outage:
 
     @contextmanager
     def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
-        """Report to this function while the context lasts."""
+        """Inside the context, use this function to report."""
         previous, self._report = self._report, report
         try:
             yield
@@ -106,13 +106,13 @@ class Outage:
             self._report = previous
 
     def begin(self, message: str) -> None:
-        """Call after a failure: reports the first one of an outage."""
+        """Report the message, unless this outage was reported already. Call it after each failure."""
         if not self._is_reported:
             self._is_reported = True
             self._report(message)
 
     def end(self, message: str) -> None:
-        """Call after an answer: reports it if an outage was reported."""
+        """Report the message if an outage was reported. Call it after each answer."""
         if self._is_reported:
             self._is_reported = False
             self._report(message)
@@ -138,6 +138,6 @@ class ReportedRetry:
         return pause
 
     def end(self) -> None:
-        """Call after an answer."""
+        """Record that the service answered: the time for attempts begins again at the next failure."""
         self._retry.renew()
         self._outage.end(self._back)

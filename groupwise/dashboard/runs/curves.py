@@ -37,7 +37,7 @@ class PlottedMetric:
     spread: str = ""
     """The metric with the spread of the values, shown as a band around the curve."""
     bounds: tuple[float, float] | None = None
-    """The lowest and the highest value of any rollout, at which the band is cut; None: it is not cut."""
+    """The band is drawn only between these values, the lowest and the highest of any rollout; None: it is drawn whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ _FAMILIES = {
 
 
 def title_of(name: str) -> str:
-    """What people call a metric; a metric of the user's own is called by its name."""
+    """The title of a metric in plain words. Metrics that the program does not know, such as a user's own, keep their names."""
     if name in TITLES:
         return TITLES[name]
     for plot in PLOTS:

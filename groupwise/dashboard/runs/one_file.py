@@ -26,7 +26,7 @@ from groupwise.runs.store import Store
 COLUMNS = 400
 """Columns of each curve: a file cannot fetch finer ones for a range."""
 ROLLOUTS = 5
-"""Rollouts of the newest step in each of these orders."""
+"""Headings of the lists of rollouts, and how each list is sorted."""
 ORDERS: dict[str, Order] = {"The highest rewards": "best", "The lowest rewards": "worst"}
 
 

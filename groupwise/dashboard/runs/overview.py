@@ -22,7 +22,7 @@ from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_conf
 from groupwise.runs.lock import holder
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
-from groupwise.training.evaluation.statistics import difference_at_once
+from groupwise.training.evaluation.statistics import welch_difference
 
 MOST_WARNINGS = 20
 """Most warnings listed, the newest."""
@@ -41,7 +41,7 @@ def run(visit: Visit) -> Page:
 
 
 def overview_of(path: Path, entry: RunEntry) -> dict[str, Any]:
-    """The data of that page."""
+    """What the overview of a run shows, live or in a file."""
     with Store.open(path / RECORD, readonly=True) as store:
         names = names_of(store)
         last_step = store.last_step()
@@ -126,7 +126,7 @@ def _change_of_reward(store: Store, info: RunInfo) -> dict[str, float] | None:
     count = min(ENDS, info.steps // 2)
     before = [group.mean for group in store.group_rewards(0, count - 1)]
     after = [group.mean for group in store.group_rewards(last_step - count + 1, last_step)]
-    interval = difference_at_once(before, after)
+    interval = welch_difference(before, after)
     if interval is None:
         return None
     return {"value": interval.value, "low": interval.low, "high": interval.high}

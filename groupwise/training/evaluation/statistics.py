@@ -80,7 +80,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float], seed: int
     return bootstrap_mean([b - a for a, b in zip(before, after, strict=True)], seed)
 
 
-def difference_at_once(before: Sequence[float], after: Sequence[float]) -> Interval | None:
+def welch_difference(before: Sequence[float], after: Sequence[float]) -> Interval | None:
     """Mean of `after` less mean of `before`, of different prompts: the normal interval with unequal variances (Welch). None if fewer than
     two values on a side, or no variance at all, leave nothing to tell its width by.
     """

@@ -414,12 +414,6 @@ class TinkerLearner:
             model = self._model = await self._service.make(self._new_model)
         return model
 
-    def _ready_now(self) -> tinker.TrainingClient:
-        model = self._model
-        if model is None:
-            model = self._model = self._service.make_now(self._new_model)
-        return model
-
     def _new_model(self) -> Any:
         """A model, or its future, with a new adapter, or with the one of `model.adapter` and a new optimiser."""
         client, config = self._service.client, self._service.model

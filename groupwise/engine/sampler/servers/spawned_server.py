@@ -269,7 +269,7 @@ class SpawnedServer:
             await self._timing.sleep(LOOKS_EVERY)
 
     def note_served(self) -> None:
-        """Record that it has completed prompts under the policy, so that a start which ends later is no failed one."""
+        """Record that the server completed prompts under the policy. If it ends after that, its start does not count as failed."""
         self._is_tried = True
 
     async def sleep(self) -> None:
