@@ -85,17 +85,14 @@ def serve(
 
 def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
-    from importlib.util import find_spec
 
-    from groupwise.core.errors import UsageError
+    from groupwise.core.extras import require
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)
-    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."
-        )
+    require(
+        "server", "fastapi", "uvicorn", "jinja2", reason="The server, but no client of it, needs"
+    )
     from groupwise.server.serve import read_start, serve
 
     request = None if start_with is None else read_start(start_with)

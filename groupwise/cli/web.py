@@ -51,7 +51,7 @@ def web(
 
     from groupwise.api.schemas.keys import VARIABLE
 
-    expect_dashboard()
+    require_dashboard()
     from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
@@ -70,17 +70,11 @@ def web(
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
 
 
-def expect_dashboard() -> None:
-    """Raise UsageError if the packages of the dashboard are not installed."""
-    from importlib.util import find_spec
+def require_dashboard() -> None:
+    """Raise UsageError unless the packages for the dashboard are installed."""
+    from groupwise.core.extras import require
 
-    from groupwise.core.errors import UsageError
-
-    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
-        )
+    require("web", "starlette", "uvicorn", "jinja2", reason="The dashboard needs")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import typer
 from groupwise.cli.options import option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require
 from groupwise.core.terminal.quantities import byte_size
 from groupwise.core.terminal.text import one_line, shorten
 
@@ -112,22 +113,14 @@ def terminal_user() -> str:
 
 def require_installed() -> None:
     """Raise UsageError unless the packages for a fleet are installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("sqlalchemy", "alembic", "asyncssh") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"A fleet needs {', '.join(missing)}: pip install 'groupwise[fleet]'. The machines that it runs jobs on need only Python."
-        )
+    require(
+        "fleet", "sqlalchemy", "alembic", "asyncssh", reason="A fleet, but no machine of it, needs"
+    )
 
 
 def require_server() -> None:
     """Raise UsageError unless the packages for the API are installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"The API needs {' and '.join(missing)}: pip install 'groupwise[fleet]'.")
+    require("fleet", "fastapi", "uvicorn", reason="The fleet's API needs")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from groupwise.cli.launch.placing import launch
 from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require
 
 
 def aws(
@@ -74,9 +74,7 @@ def aws(
     from groupwise.jobs.clouds.ec2 import AwsRefused, NoCredentials
     from groupwise.jobs.launch.places import AWS, JobBackend, ec2
 
-    for module in ("asyncssh", "boto3"):
-        if find_spec(module) is None:
-            raise UsageError(f"{module} is not installed: pip install 'groupwise[launch,aws]'.")
+    require("launch,aws", "asyncssh", "boto3", reason="A job on AWS needs")
     plan = packages.plan_unless_there()
     if key_path is None:  # AWS names the keys that it creates K.pem
         created_key, own_key = (

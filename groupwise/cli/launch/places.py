@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
@@ -41,10 +41,7 @@ class LoginOptions:
 
     def machine(self, host: str, python: str | None) -> JobBackend:
         """The machine that `ssh HOST` connects to, with its host key pinned: by a fingerprint or, in a terminal, by the user's answer."""
-        if find_spec("asyncssh") is None:
-            raise UsageError(
-                "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
-            )
+        require("launch", "asyncssh", reason="A job on another machine needs")
         from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, host_key_of
         from groupwise.jobs.hosts.ssh import AGENT
         from groupwise.jobs.launch.places import SSH, JobBackend

@@ -1,0 +1,22 @@
+import pytest
+
+from groupwise.core.errors import UsageError
+from groupwise.core.extras import extra_of, require
+
+
+def test_only_what_is_missing_is_named_with_the_extra_that_brings_it() -> None:
+    require("web", "pydantic", reason="The dashboard needs")
+    with pytest.raises(UsageError) as error:
+        require("web", "pydantic", "no_such_a", "no_such_b", reason="The dashboard needs")
+    assert error.value.message == (
+        "The dashboard needs no_such_a and no_such_b, which are not installed: pip install 'groupwise[web]'."
+    )
+
+
+def test_the_extra_of_a_package_is_read_from_what_is_installed() -> None:
+    assert [extra_of(package) for package in ("peft", "boto3", "pydantic", "trl")] == [
+        "train",
+        "aws",
+        None,  # always installed
+        None,  # for tests alone
+    ]
