@@ -43,7 +43,7 @@ setup: ## make .venv with all that training, tests and checks need
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
-	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
+	$(READY) && $(BIN)/python -m benchmarks.tour $(ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm, test-environments and test-web
 	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not vllm and not environments and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it; programs of tinker-cookbook and of OpenAI's clients among them (made first: 2.1 GB)

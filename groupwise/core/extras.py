@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from groupwise.core.errors import UsageError
 
 DISTRIBUTION = "groupwise"
-_CPU_TORCH = (
-    " Without a GPU, install the CPU build of torch first, which is much smaller: "
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu"
-)
+CPU_TORCH = "torch --index-url https://download.pytorch.org/whl/cpu"
 
 
 def require(extra: str, *packages: str, reason: str) -> None:
@@ -28,9 +27,21 @@ def require(extra: str, *packages: str, reason: str) -> None:
 
 def not_installed(extra: str, packages: Sequence[str], reason: str) -> str:
     """What to tell a user who lacks these packages."""
-    verb = "is" if len(packages) == 1 else "are"
-    told = f"{reason} {' and '.join(packages)}, which {verb} not installed: pip install '{DISTRIBUTION}[{extra}]'."
-    return told + _CPU_TORCH * ("train" in extra and importlib.util.find_spec("torch") is None)
+    verb, pip = "is" if len(packages) == 1 else "are", _pip_install()
+    told = f"{reason} {' and '.join(packages)}, which {verb} not installed: {pip} '{DISTRIBUTION}[{extra}]'."
+    if "train" in extra and importlib.util.find_spec("torch") is None:
+        told += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
+    return told
+
+
+def _pip_install() -> str:
+    """The command that adds packages to this environment; pipx and `uv tool` hide theirs from pip, and note their settings in it."""
+    environment = Path(sys.prefix)
+    if (environment / "pipx_metadata.json").is_file():
+        return f"pipx runpip {DISTRIBUTION} install"
+    if (environment / "uv-receipt.toml").is_file():
+        return f"uv pip install --python {environment}"
+    return "pip install"
 
 
 def extra_of(package: str) -> str | None:

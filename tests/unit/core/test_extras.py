@@ -1,3 +1,6 @@
+import sys
+from pathlib import Path
+
 import pytest
 
 from groupwise.core.errors import UsageError
@@ -20,3 +23,20 @@ def test_the_extra_of_a_package_is_read_from_what_is_installed() -> None:
         None,  # always installed
         None,  # for tests alone
     ]
+
+
+@pytest.mark.parametrize(
+    ("note", "command"),
+    [
+        ("pipx_metadata.json", "pipx runpip groupwise install 'groupwise[web]'"),
+        ("uv-receipt.toml", "uv pip install --python {folder} 'groupwise[web]'"),
+    ],
+)
+def test_an_environment_of_pipx_or_uv_is_extended_by_its_own_program(
+    note: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / note).touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(UsageError) as error:
+        require("web", "no_such_a", reason="The dashboard needs")
+    assert command.format(folder=tmp_path) in error.value.message
