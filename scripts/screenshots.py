@@ -11,10 +11,11 @@ import argparse
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -64,13 +65,13 @@ class Album:
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
-def of_runs(album: Album, run: str, other: str, rollout: str, draw: int) -> None:
+def of_runs(album: Album, run: str, other: str, draw: int, member: int) -> None:
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
     album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
-    album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/{draw}.{member}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")
@@ -86,6 +87,14 @@ def train_missing(runs: Path, *names: str) -> None:
             subprocess.run([*command, "--task-module", TASK, *values], check=True)
 
 
+def member_with_advantage(run: Path) -> tuple[int, int]:
+    """Group and member of the newest good rollout in a group of which about half is good."""
+    order = "ORDER BY abs(advantage - 0.5), step DESC, member LIMIT 1"
+    with closing(sqlite3.connect(run / "run.db")) as record:
+        draw, member = record.execute(f"SELECT draw, member FROM rollouts {order}").fetchone()
+    return draw, member
+
+
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Headers with the key of a training server, where it has one."""
     key = environment.get("GROUPWISE_API_KEY")
@@ -98,8 +107,6 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("build/screenshots"))
     parser.add_argument("--run", default="quickstart")
     parser.add_argument("--other", default="quickstart-2", help="the run to compare with")
-    parser.add_argument("--rollout", default="0.0", help="whose tokens are shown: DRAW.MEMBER")
-    parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
     parser.add_argument("--fleet", help="folder or address")
     parser.add_argument("--job", help="of the fleet")
     parser.add_argument(
@@ -113,7 +120,7 @@ def main() -> None:
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         desk = Album(browser.new_page(viewport=DESK), address)
-        of_runs(desk, given.run, given.other, given.rollout, given.draw)
+        of_runs(desk, given.run, given.other, *member_with_advantage(given.runs / given.run))
         if given.fleet:
             desk.take("fleet", "/fleet")
             desk.take("job", f"/fleet/jobs/{quote(given.job)}")
