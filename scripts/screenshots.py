@@ -65,13 +65,13 @@ class Album:
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
-def of_runs(album: Album, run: str, other: str, draw: int, member: int) -> None:
+def of_runs(album: Album, run: str, other: str, draw: int) -> None:
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
     album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
-    album.take("tokens", f"/runs/{quote(run)}/rollouts/{draw}.{member}", click="log-probability")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/0.0", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")
@@ -87,12 +87,11 @@ def train_missing(runs: Path, *names: str) -> None:
             subprocess.run([*command, "--task-module", TASK, *values], check=True)
 
 
-def member_with_advantage(run: Path) -> tuple[int, int]:
-    """Group and member of the newest good rollout in a group of which about half is good."""
-    order = "ORDER BY abs(advantage - 0.5), step DESC, member LIMIT 1"
+def group_with_signal(run: Path) -> int:
+    """The newest group of which about half the members are good."""
+    order = "ORDER BY abs(advantage - 0.5), step DESC LIMIT 1"
     with closing(sqlite3.connect(run / "run.db")) as record:
-        draw, member = record.execute(f"SELECT draw, member FROM rollouts {order}").fetchone()
-    return draw, member
+        return record.execute(f"SELECT draw FROM rollouts {order}").fetchone()[0]
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +119,7 @@ def main() -> None:
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         desk = Album(browser.new_page(viewport=DESK), address)
-        of_runs(desk, given.run, given.other, *member_with_advantage(given.runs / given.run))
+        of_runs(desk, given.run, given.other, group_with_signal(given.runs / given.run))
         if given.fleet:
             desk.take("fleet", "/fleet")
             desk.take("job", f"/fleet/jobs/{quote(given.job)}")
