@@ -151,6 +151,15 @@ def _drawn_metrics(run: Run, batch: StepBatch, policy_in: Policy) -> dict[str, f
     ]
     if any(ages):
         metrics["sampling/staleness"] = fmean(ages)
+    if run.config.sampler.routing_replay:
+        metrics["sampling/routing_lost"] = float(
+            sum(
+                segment.source == "policy" and segment.routed_experts is None
+                for group in batch.groups
+                for rollout in group.rollouts
+                for segment in rollout.segments
+            )
+        )
     success = success_of(run.config)
     verdicts = [success.judge(rollout) for group in batch.all for rollout in group.rollouts]
     if known_verdicts := [verdict for verdict in verdicts if verdict is not None]:

@@ -81,9 +81,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor], Tensor]]
     "minimax_m2": (lambda: MiniMaxM2Config(**SIZES, **LOCAL, **HEADS), sigmoid),
     "glm4_moe": (lambda: Glm4MoeConfig(**SIZES, **SHARED, **HEADS), sigmoid),
     "deepseek_v3": (
-        lambda: DeepseekV3Config(
-            **{**SIZES, **LATENT}, **SHARED, routed_scaling_factor=1.0
-        ),
+        lambda: DeepseekV3Config(**{**SIZES, **LATENT}, **SHARED, routed_scaling_factor=1.0),
         sigmoid,
     ),
 }
