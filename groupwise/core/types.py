@@ -227,7 +227,7 @@ class Completion:
     """The most probable tokens at each position if `GroupRequest.top_logprobs` is set, under the distribution that was sampled. Tokens that
     could not be drawn are left out."""
     routed_experts: RoutedExperts | None = None
-    """The experts of all tokens of prompt and completion but the last, which was never an input; None if the sampler did not return them."""
+    """The experts of all tokens of prompt and completion but the last, which was never an input; None if the sampler returned none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +450,7 @@ class Row:
     teacher_logprobs: tuple[float, ...] | None = None
     """Log-probabilities (nats) under the teacher, as long as `target_ids`; None if the learner computes its distributions itself."""
     routed_experts: tuple[RoutedExperts, ...] = ()
-    """The experts that the policy's pass replays, in the order of their tokens. Other tokens get those that the learner's routers choose."""
+    """The experts that the policy's pass replays, in the order of their tokens. Other tokens get those that the learner chooses."""
 
     @property
     def as_taught(self) -> Row:

@@ -11,6 +11,7 @@ restores those of its checkpoint. A file that is lost or damaged costs the choic
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Container
 from dataclasses import replace
 from io import BytesIO
@@ -23,6 +24,8 @@ from groupwise.core.types import Group, RoutedExperts
 logger = logging.getLogger(__name__)
 
 FOLDER = "routed_experts"
+DAMAGE = (BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError)
+"""What reading a damaged file may raise."""
 FASTEST = 1
 """Level of compression; higher ones gain little, because choices look random."""
 
@@ -60,7 +63,7 @@ def read(run: Path, group: Group) -> Group:
                 found[member, position] = RoutedExperts(first, shape, archive.read(name))
     except FileNotFoundError:
         return group
-    except (BadZipFile, OSError, ValueError) as error:
+    except DAMAGE as error:
         logger.warning("%s is damaged, and its choices of experts are lost: %s", path, error)
         return group
     rollouts = [

@@ -149,7 +149,7 @@ def serving(folder: Path, **more: Any) -> VllmServer:
     )
 
 
-def with_experts(change: Callable[[int, numpy.ndarray], object]) -> Callable[[Any], Any]:
+def with_experts(change: Callable[[int, numpy.ndarray], numpy.ndarray]) -> Callable[[Any], Any]:
     """Changes the experts in an answer to anything but a probe; `change` gets the index of the choice."""
 
     def spoil(answer: Any) -> Any:

@@ -38,7 +38,7 @@ class RoutingReplay:
             block.forward = _Routed(self, layer, block.forward)
 
     def replay(self, batch: MicroBatch | PackedBatch | None) -> None:
-        """Use the recorded choices of these rows in each pass from now on, one over again for a backward pass included; None: no choices."""
+        """Use the choices of these rows in each pass from now on, also in one that is recomputed for a gradient; None: no choices."""
         if batch is None or not any(row.routed_experts for row in batch.rows):
             self._chosen_NLK = None
             return

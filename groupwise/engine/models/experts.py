@@ -65,7 +65,7 @@ REPLAYABLE = frozenset(
         "qwen3_next",
     }
 )
-"""Types of models whose routers take the K best experts by one `topk` over all experts of the layer, and weigh them by scores of their own."""
+"""Types of models whose routers choose by one `topk` over all experts of the layer, and weigh the chosen ones by their own scores."""
 
 
 def routed_blocks(model: nn.Module) -> dict[int, nn.Module]:

@@ -163,9 +163,9 @@ class SamplerConfig(Strict):
     )
     routing_replay: bool = setting(
         False,
-        "Have the learner use the experts that vLLM chose for each token (R3), for models with a mixture of experts: whole rows, with their "
-        "own prompts. The servers are started with --enable-return-routed-experts, from vLLM 0.22 on. Switch it on if "
-        "sampling/logprob_gap stays high, and importance_sampling_correction cuts off many tokens: answers get larger, and learning slower.",
+        "For mixtures of experts: the learner uses the experts that vLLM chose for each token (R3). Each row is then computed with its own "
+        "prompt. Servers need vLLM 0.22 and --enable-return-routed-experts. Worth it if sampling/logprob_gap stays high and "
+        "algorithm.importance_sampling_correction cuts off many tokens.",
         on_resume="warn",
     )
     vllm_python: str | None = setting(

@@ -245,7 +245,7 @@ class TaskRun(Run):
             self.schedule.committed(batch)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """See `Run.observe`. The choices of experts of completions that may be trained on again are written before the step is committed."""
+        """See `Run.observe`. Choices of experts are written for completions that may be trained on again."""
         self.selection.observe(groups)
         replayable_draws = self.selection.replayable_draws
         for group in groups:

@@ -1,7 +1,7 @@
 """Reads the experts that vLLM chose for each token, which it returns if it is started with --enable-return-routed-experts (0.22 to 0.33).
 
-`choices[].routed_experts` is a NumPy file in base64: integers [tokens, layers, experts of a token], uint8 or uint16, in older releases int32,
-for all tokens of prompt and completion but the last. Some kernels have returned zeros, so every number that matters is checked.
+`choices[].routed_experts` is a NumPy file in base64: integers [tokens, layers, experts of a token], uint8 or uint16 (int32 in older
+releases), for all tokens of prompt and completion but the last. Some kernels have returned zeros, so every number that matters is checked.
 """
 
 from __future__ import annotations

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
-    LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -26,8 +24,9 @@ from transformers import (
 )
 
 from groupwise.core.errors import ModelError
-from groupwise.core.types import LossSpec, RoutedExperts, Row
+from groupwise.core.types import RoutedExperts, Row
 from groupwise.engine.models.experts import REPLAYABLE, experts_of, routed_blocks
+from tests.unit.engine.learner.test_torch_learner import DR_GRPO, SFT, close, computed
 from tests.unit.engine.models.native.families import SMALL, made
 
 SIZES: dict[str, Any] = {**SMALL, "vocab_size": 102, "num_hidden_layers": 3}
@@ -39,7 +38,7 @@ QWEN: dict[str, Any] = {
 LOCAL: dict[str, Any] = {"num_experts_per_tok": TOP_K, "num_local_experts": EXPERTS}
 SHARED: dict[str, Any] = {
     "num_experts_per_tok": TOP_K, "n_routed_experts": EXPERTS, "moe_intermediate_size": 24,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 GATED: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -86,17 +85,16 @@ FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor], Tensor]]
     ),
 }
 """A small config of each type, one with a layer without experts, and how its routers weigh the experts that were chosen."""
-LOSS = LossSpec("ppo", {})
 
 
 def inputs(row: Row) -> list[int]:
     return [*row.prompt_ids, *row.completion_ids[:-1]]
 
 
-def with_choices(row: Row, chosen_TLK: Tensor, first: int = 0) -> Row:
-    indices = chosen_TLK[first:].to(torch.uint8).numpy().tobytes()
-    shape = (len(chosen_TLK) - first, *chosen_TLK.shape[1:])
-    return replace(row, routed_experts=(RoutedExperts(first, shape, indices),))
+def with_choices(row: Row, chosen_TLK: Tensor, dtype: torch.dtype = torch.uint8) -> Row:
+    tokens, layers, top_k = chosen_TLK.shape
+    indices = chosen_TLK.to(dtype).numpy().tobytes()
+    return replace(row, routed_experts=(RoutedExperts(0, (tokens, layers, top_k), indices),))
 
 
 def random_choices(row: Row, layers: int, seed: int) -> Tensor:
@@ -166,3 +164,73 @@ async def test_replayed_choices_act_as_those_that_are_forced(family, make_rows, 
 
 def test_all_types_are_tested():
     assert {*FAMILIES} == REPLAYABLE
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {"packing": True},
+    "padded": {"packing": False},
+    "recomputed": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_own_choices_change_neither_loss_nor_gradient(way, make_rows, make_learner):
+    config, weigh = FAMILIES["qwen3_moe"]
+    plain, rows = Forced(made(config()), weigh), make_rows()
+    own = [with_choices(row, plain.own_choices(row), torch.uint16) for row in rows]
+    without, with_own = (
+        make_learner(
+            "full", model=made(config()), routing_replay=replays, max_tokens=60, **WAYS[way]
+        )
+        for replays in (False, True)
+    )
+    sums, wanted = await computed(without, rows, DR_GRPO)
+    found_sums, found = await computed(with_own, own, DR_GRPO)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+    close(found, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_gradients_are_those_of_forced_experts(way, make_rows, make_learner):
+    """Those of the routers among them, through the weights of experts that they would not have chosen."""
+    config, weigh = FAMILIES["qwen3_moe"]
+    forced, rows = Forced(made(config()), weigh), make_rows()
+    chosen = [random_choices(row, 3, index) for index, row in enumerate(rows)]
+    learner = make_learner(
+        "full", model=made(config()), routing_replay=True, max_tokens=60, **WAYS[way]
+    )
+    given = [with_choices(row, each) for row, each in zip(rows, chosen, strict=True)]
+    _, found = await computed(learner, given, SFT, {"sft": 40.0})
+    for row, each in zip(rows, chosen, strict=True):
+        logprobs = forced.logprobs(row, each)
+        (-(logprobs * torch.tensor(row.mask)).sum() * row.scale / 40.0).backward()
+    wanted = {name: each.grad for name, each in forced.model.named_parameters()}
+    close(found, {name: each for name, each in wanted.items() if each is not None})
+    assert float(found["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3
+
+
+async def test_tokens_without_a_choice_use_the_routers_own(make_rows, make_learner):
+    """Here those of the prompt, which see nothing of later ones; so do all tokens where another policy computes."""
+    config, weigh = FAMILIES["qwen3_moe"]
+    forced = Forced(made(config()), weigh)
+    row = make_rows()[4]
+    first, random = len(row.prompt_ids), random_choices(row, 3, 0)
+    (whole,) = with_choices(row, random).routed_experts
+    given = replace(row, routed_experts=(whole.part(first, whole.end),))
+    expected_TLK = torch.cat((forced.own_choices(row)[:first], random[first:]))
+    learner = make_learner("adapter", model=made(config()), routing_replay=True)
+    with torch.no_grad():
+        for parameter in learner._parameters.values():
+            parameter.zero_()
+    (found,) = await learner.logprobs([given])
+    torch.testing.assert_close(
+        torch.tensor(found), forced.logprobs(row, expected_TLK).detach(), atol=1e-4, rtol=1e-4
+    )
+    (reference,) = await learner.logprobs([given], "reference")
+    own = forced.logprobs(row, None).detach()
+    torch.testing.assert_close(torch.tensor(reference), own, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_without_routers_that_can_replay_is_refused(make_learner):
+    with pytest.raises(ModelError, match="qwen3_moe"):
+        make_learner("adapter", routing_replay=True)
