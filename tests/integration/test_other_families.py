@@ -132,9 +132,10 @@ def test_a_server_of_vllm_gets_adapters_of_experts_in_its_own_files(tmp_path):
         groupwise.rl(given, TOY)
 
 
-def replaying(folder: Path, server: VllmServer, **more: Any) -> dict[str, Any]:
+def replaying(folder: Path, server: VllmServer, max_steps: int = 2, **more: Any) -> dict[str, Any]:
     """A run of a mixture of experts whose choices by a server are replayed."""
-    given = settings("qwen3_moe", folder, {"r": 4, "alpha": 64}, **more)
+    given = settings("qwen3_moe", folder, {"r": 4, "alpha": 64}, max_steps=max_steps, **more)
+    given["eval"] = {"before_and_after": False}
     given["sampler"] = {
         "engine": "vllm", "url": server.url, "served_model": "moe", "max_completion_length": 6,
         "logprob_tolerance": 1e-3, "routing_replay": True,
@@ -196,7 +197,7 @@ def test_wrong_experts_cost_a_rollout_its_choices_alone(tmp_path, caplog):
 def test_choices_of_completions_that_are_trained_again_are_found_after_a_crash(tmp_path):
     """They are another policy's than the learner would choose, so a lost one would be seen in the gap."""
     with serving(tmp_path, returns_experts=True) as server:
-        given = replaying(tmp_path, server, max_steps=8, learning_rate=1e-9)
+        given = replaying(tmp_path, server, 6, learning_rate=1e-9)
         given["data"] = {
             "replay": {
                 "mode": "completions", "warmup_entries": 1, "max_share": 0.5, "capacity": 3,
@@ -204,12 +205,12 @@ def test_choices_of_completions_that_are_trained_again_are_found_after_a_crash(t
             }
         }  # fmt: skip
         server.spoil = with_experts(lambda _, found: (found + 1) % 4)
-        assert crash_at(60, lambda: groupwise.rl(given, TOY)) == 17
+        assert crash_at(30, lambda: groupwise.rl(given, TOY)) == 17
         go_on(given)
     folder = tmp_path / "runs/toy"
     with Store.open(folder / "run.db", readonly=True) as store:
         (resume,) = store.resumes()
-    assert 0 < resume.step < 7
+    assert 0 < resume.step < 5
     assert max(step_values(folder, "data/replay_share")[resume.step :]) > 0
     assert {*step_values(folder, "sampling/routing_lost")} == {0.0}
     assert min(step_values(folder, "sampling/logprob_gap")) > 1e-2

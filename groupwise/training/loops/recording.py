@@ -122,7 +122,8 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
         run.gap_seen = True
         logger.warning(
             "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
-            "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
+            "corrects for it, but look for its cause: lora.dropout, a model that computes differently in batches, or experts that the two "
+            "choose differently (sampler.routing_replay)",
             run.step + 1,
             gap,
             MAX_GAP,

@@ -9,8 +9,6 @@ from __future__ import annotations
 from base64 import b64decode
 from io import BytesIO
 
-import numpy as np
-
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import RoutedExperts, RouterShape
 
@@ -21,6 +19,8 @@ WIRE_BYTES = 16 / 3
 def read_routed_experts(value: object, shape: RouterShape, tokens: int) -> RoutedExperts:
     """The experts in an answer. `tokens`: of its prompt and completion, the last one included. Raises EndpointError for what cannot be the
     choice of a router of this shape."""
+    import numpy as np  # the main process of a run has no other need of it
+
     if not isinstance(value, str):
         raise EndpointError("returned no experts")
     try:
