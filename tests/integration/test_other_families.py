@@ -27,6 +27,7 @@ from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.models.tiny import CHARACTERS, SPECIAL, tiny_tokenizer
 from groupwise.runs.store import Store
 from tests.fake_vllm_server import VllmServer
+from tests.forked_zygote import fork_peers
 from tests.integration.toy_run import TOY, config, crash_at, go_on, ratios_of, what_must_be_equal
 from tests.rotation import rotating_params
 
@@ -134,7 +135,9 @@ def test_a_server_of_vllm_gets_adapters_of_experts_in_its_own_files(tmp_path):
 
 def replaying(folder: Path, server: VllmServer, max_steps: int = 2, **more: Any) -> dict[str, Any]:
     """A run of a mixture of experts whose choices by a server are replayed."""
-    given = settings("qwen3_moe", folder, {"r": 4, "alpha": 64}, max_steps=max_steps, **more)
+    given = settings(
+        "qwen3_moe", folder, {"r": 4, "alpha": 64, **EXPERTS}, max_steps=max_steps, **more
+    )
     given["eval"] = {"before_and_after": False}
     given["sampler"] = {
         "engine": "vllm", "url": server.url, "served_model": "moe", "max_completion_length": 6,
@@ -165,11 +168,15 @@ def with_experts(change: Callable[[int, numpy.ndarray], numpy.ndarray]) -> Calla
     return spoil
 
 
-def test_the_learner_uses_the_experts_that_the_server_chose(tmp_path):
+def test_the_learner_uses_the_experts_that_the_server_chose(tmp_path, monkeypatch):
+    """So do two that divide the rows."""
     with serving(tmp_path, returns_experts=True) as server:
         assert groupwise.rl(replaying(tmp_path / "right", server), TOY).exit_code == 0
         server.spoil = with_experts(lambda _, found: (found + 1) % 4)
-        assert groupwise.rl(replaying(tmp_path / "other", server), TOY).exit_code == 0
+        fork_peers(monkeypatch)
+        other = replaying(tmp_path / "other", server, 1) | {"distributed": {"learners": 2}}
+        other["run"]["threads"] = 2
+        assert groupwise.rl(other, TOY).exit_code == 0
     right, other = (tmp_path / name / "runs/toy" for name in ("right", "other"))
     assert max(step_values(right, "sampling/logprob_gap")) < 1e-4
     assert min(step_values(other, "sampling/logprob_gap")) > 1e-2
