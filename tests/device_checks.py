@@ -476,7 +476,7 @@ def adapters_of_experts_have_the_gradients_of_a_processor(
 
 def replayed_experts_have_the_gradients_of_a_processor(case: DeviceCase, dtype: Dtype) -> None:
     """As far as rounding goes, because both use the same experts; those of the routers, too."""
-    config = Qwen3MoeConfig(**SMALL, **test_routing_replay.QWEN, head_dim=8)
+    config = Qwen3MoeConfig(**{**SMALL, **test_routing_replay.QWEN, "head_dim": 8})
     rows = [
         test_routing_replay.with_choices(
             row, test_routing_replay.random_choices(row, config.num_hidden_layers, number)

@@ -43,10 +43,10 @@ class RoutingReplay:
             self._chosen_NLK = None
             return
         layers, top_k = self._shape.layers, self._shape.top_k
-        chosen_SLLK = torch.full((*batch.shape, layers, top_k), OWN, dtype=torch.int16)
+        chosen_STLK = torch.full((*batch.shape, layers, top_k), OWN, dtype=torch.int16)
         for row, (sequence, start) in zip(batch.rows, batch.starts, strict=True):
-            _place(row.routed_experts, chosen_SLLK[sequence, start:])
-        self._chosen_NLK = chosen_SLLK.flatten(0, 1).to(self._device)
+            _place(row.routed_experts, chosen_STLK[sequence, start:])
+        self._chosen_NLK = chosen_STLK.flatten(0, 1).to(self._device)
 
     def chosen(self, layer: int) -> Tensor | None:
         """The recorded choices [N, K] of a layer; None without."""

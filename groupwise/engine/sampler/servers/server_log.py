@@ -36,7 +36,7 @@ REMEDIES = {
         "sampler.vllm_python must be the Python of an environment that has vLLM 0.12 or newer, such as /opt/vllm/bin/python."
     ),
     "AuxOutput Connector requires Model Runner V2": (
-        "With sampler.routing_replay vLLM 0.32 and newer need their second model runner, which is the usual one on a GPU, and needs Triton "
+        "With sampler.routing_replay vLLM 0.31 and newer need their second model runner, which is the usual one on a GPU, and needs Triton "
         "elsewhere. Take what excludes it out of the environment (VLLM_USE_V2_MODEL_RUNNER=0), or leave the key out."
     ),
     "Routed-experts capture is not supported": (
