@@ -8,13 +8,13 @@ A call ends when the answer is complete, not when the process's output ends: pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
@@ -154,19 +154,14 @@ class _Process:
         """Stop watching the process. If it does not end by itself, it is killed; processes that it has started are not."""
         self.exchange.drop()
         try:
-            await self._wait_for_exit(within=EXIT_GRACE if self.exchange.is_answered else 0)
+            await wait_at_most(EXIT_GRACE if self.exchange.is_answered else 0, self._exited)
         finally:
             for pipe in self._pipes:
                 pipe.close()
             assert self._child is not None
             if not self._exited.is_set():
                 self._child.kill()
-        await self._wait_for_exit(within=EXIT_GRACE)
-
-    async def _wait_for_exit(self, within: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                await self._exited.wait()
+        await wait_at_most(EXIT_GRACE, self._exited)
 
     def take_output(self, number: int, data: bytes) -> None:
         """Handle a piece of its standard output or error."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
@@ -30,6 +29,7 @@ from groupwise.core.types import (
     TopTokens,
     UpdateResult,
 )
+from groupwise.core.waiting import ChangeNotifier
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.multi_adapter import ModelParts, ModelRegistry, NewModel
 from groupwise.engine.models.bundled import BUNDLED

@@ -17,8 +17,8 @@ from typing import Any
 
 from groupwise.api.schemas.parts import AnyVerb, CallAnswer, CallError, CallRequest
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.waiting import ChangeNotifier
 
 MOST_CALLS = 4096
 """Limit on calls in progress and answers not yet fetched."""

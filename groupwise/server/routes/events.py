@@ -16,6 +16,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.server.routes.context import Context, Serving
 
 TAG = "training"
@@ -89,9 +90,7 @@ async def _wait_for_event(serving: Serving, last_id: int) -> None:
         for task in done:
             task.result()
     finally:
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        await cancel_and_wait(*waits)
 
 
 ROUTES = (

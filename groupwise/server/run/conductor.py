@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind, Phase, StartRequest
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, StoreError, UsageError
 from groupwise.core.types import Policy
+from groupwise.core.waiting import ChangeNotifier, cancel_and_wait
 from groupwise.runs.folder import CHECKPOINTS
 from groupwise.server.engine.engine_protocol import Engine, Opened, OpenRun, Plan, StepDone
 from groupwise.server.ledger import events, groups, plans
@@ -465,9 +465,7 @@ class Conductor:
             if lost.done():
                 raise lost.result()
         finally:
-            for task in (nudged, lost):
-                task.cancel()
-            await asyncio.gather(nudged, lost, return_exceptions=True)
+            await cancel_and_wait(nudged, lost)
 
     @property
     def _run_name(self) -> str:

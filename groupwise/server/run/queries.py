@@ -18,6 +18,7 @@ from groupwise.api.schemas.training import (
     Throughput,
     TokenizerAnswer,
 )
+from groupwise.core.waiting import wait_at_most
 from groupwise.server.engine.engine_protocol import Probe
 from groupwise.server.ledger import events, runs
 from groupwise.server.ledger.runs import RunRow, RunState, Tokenizer, tokenizer_answer
@@ -94,7 +95,7 @@ class Queries:
             beat = self._active_run.changed.next_event
             if self._active_run.shutting_down or await self.last_event() > after:
                 return
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.port import HostError

@@ -27,7 +27,7 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.files.folders import folder_name
+from groupwise.jobs.fleet.files.logs import folder_name
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store import events, rights
 from groupwise.jobs.fleet.store.database import Database, clock, seconds
