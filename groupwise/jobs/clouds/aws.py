@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -154,7 +155,7 @@ class AwsBackend:
             record = self._records.find(name)
         if machine is None and record is None:
             raise JobNotFound(f"{self._where} has no job called {name}.")
-        order = self._stored_order(name, record).with_secrets(secrets)
+        order = replace(self._stored_order(name, record), secrets=dict(secrets))
         order.check()
         attempt = attempt_of(machine, record)
         ending = record.endings.get(attempt) if record else None

@@ -420,7 +420,7 @@ class _ControlPlane:
         gateway = Gateway(self._database)
         if settings.database is None:
             # the folder's lock shows that the previous dispatcher is gone, so its leases need not run out
-            await self._database.in_thread(records.end_all_leases)
+            await self._database.in_thread(records.end_leases)
         started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)

@@ -23,6 +23,7 @@ from sqlalchemy import (
     exists,
     or_,
     select,
+    true,
     update,
 )
 from sqlalchemy.orm import Session
@@ -400,16 +401,11 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     return [attempt.epoch for attempt in attempts]
 
 
-def release_ownership(session: Session, owner: str) -> None:
-    """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
-    session.execute(
-        update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0)
-    )
-
-
-def end_all_leases(session: Session) -> None:
-    """End all leases, when their owners are known to be gone: their attempts may then be adopted at once."""
-    session.execute(update(Attempt).where(_is_open()).values(lease_until=0.0))
+def end_leases(session: Session, owner: str | None = None) -> None:
+    """End the leases of an owner that stops, or all leases if their owners are known to be gone: other dispatchers may then adopt the
+    attempts at once. Running jobs continue."""
+    owned = true() if owner is None else Attempt.owner == owner
+    session.execute(update(Attempt).where(owned, _is_open()).values(lease_until=0.0))
 
 
 def _is_open() -> ColumnElement[bool]:

@@ -112,7 +112,14 @@ class Watch:
         while self.listeners:
             self.changed.clear()
             try:
-                await (self._try_contact() if self.is_silent else self._poll())
+                if self.is_silent:
+                    await self.runner(self.machine).status(*next(iter(self.listeners)))
+                    log.info("%s answers again", self.machine.vm_id)
+                    self.is_silent = False
+                    for listener in list(self.listeners.values()):
+                        listener.on_contact()
+                else:
+                    await self._poll()
                 backoff.reset()
             except HostError as error:
                 reason = str(error)
@@ -121,20 +128,9 @@ class Watch:
                 self.is_silent = True
                 for listener in list(self.listeners.values()):
                     listener.on_contact_lost(reason)
-                await self._pause(backoff.next())
-
-    async def _pause(self, pause: float) -> None:
-        """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
-        self.contacted.clear()
-        await wait_at_most(pause, self.contacted)
-
-    async def _try_contact(self) -> None:
-        job, epoch = next(iter(self.listeners))
-        await self.runner(self.machine).status(job, epoch)
-        log.info("%s answers again", self.machine.vm_id)
-        self.is_silent = False
-        for listener in list(self.listeners.values()):
-            listener.on_contact()
+                # The next poll comes sooner if a listener reaches the machine meanwhile.
+                self.contacted.clear()
+                await wait_at_most(backoff.next(), self.contacted)
 
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
