@@ -91,11 +91,14 @@ def run_idempotent(
 
 
 def delete_expired(transaction: Transaction) -> int:
-    """Delete the expired responses; returns their number."""
-    return transaction.execute(
-        "DELETE FROM answers WHERE made_at <= ? OR made_at > ?",
-        (transaction.uptime - RETENTION_SECONDS, transaction.uptime),
-    ).rowcount
+    """Delete the expired answers, and the expired responses of `/v1/responses`; returns their number."""
+    times = (transaction.uptime - RETENTION_SECONDS, transaction.uptime)
+    return sum(
+        transaction.execute(
+            f"DELETE FROM {table} WHERE made_at <= ? OR made_at > ?", times
+        ).rowcount
+        for table in ("answers", "responses")
+    )
 
 
 class InFlightRequests:

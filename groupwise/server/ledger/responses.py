@@ -46,11 +46,3 @@ def delete_response(transaction: Transaction, caller: Caller, id: str) -> None:
     """Delete a kept response; those that went on from it stay. Refuses with `unknown_response`."""
     read_response(transaction, caller, id)
     transaction.execute("DELETE FROM responses WHERE id = ?", (id,))
-
-
-def delete_expired(transaction: Transaction) -> int:
-    """Delete the responses that are older than a day of uptime; returns their number."""
-    return transaction.execute(
-        "DELETE FROM responses WHERE made_at <= ? OR made_at > ?",
-        (transaction.uptime - RETENTION_SECONDS, transaction.uptime),
-    ).rowcount

@@ -9,7 +9,7 @@ from contextlib import suppress
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.waiting import cancel_and_wait
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger import idempotency, responses
+from groupwise.server.ledger import idempotency
 from groupwise.server.ledger.transaction import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
@@ -56,7 +56,6 @@ class PeriodicTasks:
                         await self._active_run.conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
                     await self._ledger.do(idempotency.delete_expired)
-                    await self._ledger.do(responses.delete_expired)
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:
