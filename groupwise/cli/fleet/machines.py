@@ -134,7 +134,8 @@ def add(
     With --engine slurm it is a login node, from which jobs are submitted to Slurm; with --engine ray it reaches Ray's dashboard. Then
     without --host it is this machine.
     """
-    from groupwise.cli.fleet.prepare import prepare_new, usual_plan
+    from groupwise.cli.environment import EnvironmentOptions
+    from groupwise.cli.fleet.prepare import prepare_new
 
     _check_trust(trust, yes)
     _check_trust(trust_jump, yes, "--trust-jump")
@@ -155,7 +156,7 @@ def add(
             location, trusted = _location(access, vm, ssh, trust_by, has_engine=engine is not None)
         else:
             location, trusted = _location_from_afar(vm, ssh, trust_by, prepare=prepare), False
-        plan = usual_plan() if prepare else None
+        plan = EnvironmentOptions().plan() if prepare else None
         document = {**body, **location}
         seen = observe_new(document) if trusted and location["transport"] != "local" else None
         machine = access.add_machine(document)

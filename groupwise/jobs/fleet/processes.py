@@ -50,7 +50,7 @@ ENDED_STATES = ("Z", "X")
 @contextlib.contextmanager
 def hold_role(folder: Path, role: str) -> Generator[None, None, None]:
     """Ensure that no other process of this machine plays the role for this folder within the block."""
-    with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
+    with (folder / f"{role}.lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -66,10 +66,6 @@ def hold_role(folder: Path, role: str) -> Generator[None, None, None]:
         yield
 
 
-def _lock_file(folder: Path, role: str) -> Path:
-    return folder / f"{role}.lock"
-
-
 def _read_holder(file: IO[str]) -> str | None:
     """The pid in a lock file, if there is one."""
     file.seek(0)
@@ -82,7 +78,7 @@ def role_holder(folder: Path, but: Collection[str] = ()) -> str | None:
     for role in (*ROLES, API):
         with (
             contextlib.suppress(FileNotFoundError),
-            _lock_file(folder, role).open(encoding="utf-8") as file,
+            (folder / f"{role}.lock").open(encoding="utf-8") as file,
         ):
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -173,7 +173,8 @@ class Runner:
         ):
             if len(batch) > 1 or sizes[batch[0]] <= BATCH:
                 data = await asyncio.to_thread(joined, batch)
-                await self._put_blobs([(sha256, sizes[sha256]) for sha256 in batch], data)
+                blobs = [(sha256, sizes[sha256]) for sha256 in batch]
+                await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
             else:
                 await self._put_in_parts(store, batch[0], sizes[batch[0]])
         return sum(sizes[sha256] for sha256 in lacking)
@@ -192,13 +193,11 @@ class Runner:
             if part in lacking:
                 lacking.remove(part)  # several parts may have the same content
                 data = await asyncio.to_thread(store.part, sha256, offset, length)
-                await self._put_blobs([(part, length)], data)
+                blobs = [(part, length)]
+                await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
             offset += length
         blob = {"blob": [sha256, size], "parts": [[part, length] for part, length in parts]}
         await self._call_runner("join", blob, timeout=DISK_TIMEOUT, longest=LONGEST_CALL)
-
-    async def _put_blobs(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
-        await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * DEFAULT_TIMEOUT) -> MemberState:
         """Start an attempt, unless it was started before. RunnerRefused `missing_blobs`: nothing was claimed yet."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from groupwise.api.schemas import parts as wire
 from groupwise.api.schemas.activity import LoopElsewhere
@@ -40,11 +40,18 @@ from groupwise.api.schemas.parts import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.server.engine.engine_protocol import Engine, EngineLost, OpenParts, PartsOpened
+from groupwise.server.engine.engine_protocol import (
+    CallableEngine,
+    Engine,
+    EngineLost,
+    OpenParts,
+    PartsOpened,
+)
 from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
+from groupwise.server.run.lifecycle import Runs
 from groupwise.server.run.run_config import AllowedModels, allowed_model
 
 logger = logging.getLogger(__name__)
@@ -58,27 +65,6 @@ LOOK_EVERY = 5.0
 
 
 GoneCode = Literal["parts_gone", "parts_taken"]
-
-
-class Runs(Protocol):
-    """Other users of the machine; see `groupwise.server.run.service.Service`."""
-
-    machine_lock: asyncio.Lock
-
-    def active_conductor(self) -> Any: ...
-
-    async def make_room(self, for_user: str) -> None: ...
-
-
-class CallableEngine(Protocol):
-    """An engine whose parts can be called by name."""
-
-    @property
-    def reason(self) -> str | None:
-        """How the engine ended; None: it has not."""
-        ...
-
-    async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
