@@ -204,9 +204,13 @@ def until_ended(
     ended_jobs: dict[str, dict[str, Any]] = {}
     printed: dict[str, str] = {}
     while True:
-        jobs = _job_states(
-            retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs]
-        )
+        waiting, listed = [name for name in job_set if name not in ended_jobs], dict[str, Any]()
+        for start in range(0, len(waiting), PORTION):
+            portion = waiting[start : start + PORTION]
+            rows = retrying_access.jobs(ids=portion, limit=PORTION)
+            listed |= {job["job_id"]: job for job in rows}
+        # A job that is not listed no longer exists: its `progress` raises the fleet's refusal.
+        jobs = {name: listed.get(name) or retrying_access.progress(name) for name in waiting}
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]
@@ -216,15 +220,6 @@ def until_ended(
         if len(ended_jobs) == len(job_set):
             return [ended_jobs[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
-
-
-def _job_states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The states of these jobs, requested in portions. Raises the fleet's refusal if one of them no longer exists."""
-    jobs: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(job_ids), PORTION):
-        portion = list(job_ids[start : start + PORTION])
-        jobs |= {job["job_id"]: job for job in access.jobs(ids=portion, limit=PORTION)}
-    return {job_id: jobs.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
 def _say_change(

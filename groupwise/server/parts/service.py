@@ -197,7 +197,13 @@ class PartsService:
         """How the work would be laid out on this machine. An engine started for this is kept for the next parts."""
         async with self._planning:
             async with self._runs.machine_lock:
-                engine = await self._engine_to_plan()
+                if self._parts is not None:  # a plan may take long or crash its engine
+                    engine = await _await_engine(self._make_engine())
+                elif self._runs.active_conductor() is not None:
+                    raise _run_is_active()
+                else:
+                    await self._runs.make_room(NAME)
+                    engine = await self._fresh_engine()
             self._spare_until = self._clock() + self._silence
             try:
                 with self._model_description(request.described) as folder:
@@ -233,15 +239,6 @@ class PartsService:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             yield folder
-
-    async def _engine_to_plan(self) -> CallableEngine:
-        """The spare engine; if parts are open, a separate engine, because a plan may take long or crash its engine."""
-        if self._parts is not None:
-            return await _await_engine(self._make_engine())
-        if self._runs.active_conductor() is not None:
-            raise _run_is_active()
-        await self._runs.make_room(NAME)
-        return await self._fresh_engine()
 
     async def _fresh_engine(self) -> CallableEngine:
         """A running engine in which nothing is open."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind, Phase, StartRequest
@@ -305,7 +305,8 @@ class Conductor:
                 await self._supervisor.wait_for_disk(self.status.folder)
             else:
                 await self._supervisor.pause(error)
-            await self._add_event(EventKind.ENGINE_LOST, message=str(error))
+            detail = {"message": str(error)}
+            await self._ledger.do(events.add_event, self._run_name, EventKind.ENGINE_LOST, detail)
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
@@ -482,6 +483,3 @@ class Conductor:
         if (status.folder / CHECKPOINTS / f"step-{status.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, status.run, status.step)
             self._changed.notify()
-
-    async def _add_event(self, kind: EventKind, **data: Any) -> None:
-        await self._ledger.do(events.add_event, self._run_name, kind, data)
