@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 AGAIN = 1.0
@@ -45,3 +46,13 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
         for task in ended_tasks:
             if not task.cancelled():
                 task.exception()
+
+
+async def wait_for_first(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Wait until one of these has ended, and cancel the others. Returns what has ended, mostly one result, or raises its error."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        ended_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return [task.result() for task in ended_tasks]
+    finally:
+        await cancel_and_wait(*tasks)
