@@ -63,14 +63,6 @@ def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage
     return usage
 
 
-def merge_usage(
-    known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
-) -> dict[str, InstanceUsage]:
-    """Merge earlier usage with the current one. The first recorded end of a machine is kept, as the most exact."""
-    ends = {name: instance for name, instance in known.items() if instance.ended}
-    return {**known, **seen, **ends}
-
-
 def with_forgotten(
     usage: Mapping[str, InstanceUsage], reported: Collection[str], now: float
 ) -> dict[str, InstanceUsage]:
@@ -176,7 +168,9 @@ class JobRecords:
         record = self.find(name)
         if record is None:
             return current
-        usage = merge_usage(record.machines, current)
+        # The first recorded end of a machine is the most exact.
+        ends = {name: instance for name, instance in record.machines.items() if instance.ended}
+        usage = {**record.machines, **current, **ends}
         self.write(replace(record, machines=usage))
         return usage
 

@@ -137,12 +137,6 @@ def set_run_state(
     return read_run(transaction, run)
 
 
-def new_incarnation(transaction: Transaction, run: str) -> int:
-    """Count that steps of the run were taken again and may differ in their last bits; returns the count."""
-    transaction.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE run = ?", (run,))
-    return read_run(transaction, run).incarnation
-
-
 def require_active(transaction: Transaction, run: str) -> None:
     """Refuse with `finished` if the run is not the active one."""
     row = read_run(transaction, run)

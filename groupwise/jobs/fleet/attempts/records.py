@@ -666,18 +666,14 @@ def unobserved_machines(session: Session, started_at: float, *, lately: bool = T
         .where(VM.active, VM.lost_at.is_(None), VM.contact != Contact.UNTRUSTED)
         .order_by(VM.vm_id)
     )
-    return [
-        vm_id
-        for vm_id, observed, facts in rows
-        if _last_request_at(observed, facts, now)
-        < started_at - (capacity.stale_after(facts) if lately else 0.0)
-    ]
-
-
-def _last_request_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
-    """When a machine was asked last. Times in the future are ignored, since they come from another clock."""
-    times = (observed, missed_at(facts))
-    return max((time for time in times if time <= now + AHEAD), default=0.0)
+    unobserved: list[str] = []
+    for vm_id, observed, facts in rows:
+        # Times in the future are ignored, since they come from another clock.
+        times = (time for time in (observed, missed_at(facts)) if time <= now + AHEAD)
+        since = started_at - (capacity.stale_after(facts) if lately else 0.0)
+        if max(times, default=0.0) < since:
+            unobserved.append(vm_id)
+    return unobserved
 
 
 def missed_at(facts: Mapping[str, Any]) -> float:
