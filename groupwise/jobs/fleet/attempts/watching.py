@@ -128,9 +128,12 @@ class Watch:
                 self.is_silent = True
                 for listener in list(self.listeners.values()):
                     listener.on_contact_lost(reason)
-                # The next poll comes sooner if a listener reaches the machine meanwhile.
-                self.contacted.clear()
-                await wait_at_most(backoff.next(), self.contacted)
+                await self._pause(backoff.next())
+
+    async def _pause(self, pause: float) -> None:
+        """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
+        self.contacted.clear()
+        await wait_at_most(pause, self.contacted)
 
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
