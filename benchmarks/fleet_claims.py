@@ -1,11 +1,11 @@
 """How long a dispatcher needs to claim jobs while very many wait: `python -m benchmarks.fleet_claims --store`.
 
 On a PostgreSQL of its own, or on SQLite (`--sqlite`). 100,000 jobs wait for 50 machines (or `--machines 5000`): of ten projects, of which
-two have quotas, with one to eight GPUs, some on two machines, some with a minimum of memory or a priority, some to come after others. First
-the fleet is filled, as fast as a dispatcher can. Then one attempt after another ends: the release with its waking, the claim that follows, and
-the marking of jobs that found no room, for which nothing that begins waits, are timed one by one. Once with the jobs still queued, and once
-with most of them pending, as they are after dispatchers have looked at them. The requeue manager sweeps once. At last eight dispatchers, each
-a process, claim at once.
+two have quotas, with one to eight GPUs, some on two machines, some with a minimum of memory or a priority, some to come after others.
+First the fleet is filled, as fast as a dispatcher can. Then one attempt after another ends: the release with its waking, the claim that
+follows, and the marking of jobs that found no room, for which nothing that begins waits, are timed one by one. Once with the jobs still
+queued, and once with most of them pending, as they are after dispatchers have looked at them. The requeue manager sweeps once. At last
+eight dispatchers, each a process, claim at once.
 
 `processor` is the processor time of this process, which a busy neighbour does not change; the other times are those of a clock.
 """
