@@ -2,10 +2,10 @@
 
 On a PostgreSQL of its own, or on SQLite (`--sqlite`). 100,000 jobs wait for 50 machines (or `--machines 5000`): of ten projects, of which
 two have quotas, with one to eight GPUs, some on two machines, some with a minimum of memory or a priority, some to come after others.
-First the fleet is filled, as fast as a dispatcher can. Then one attempt after another ends: the release with its waking, the claim that
-follows, and the marking of jobs that found no room, for which nothing that begins waits, are timed one by one. Once with the jobs still
-queued, and once with most of them pending, as they are after dispatchers have looked at them. The requeue manager sweeps once. At last
-eight dispatchers, each a process, claim at once.
+First the last 50 machines are filled, as fast as a dispatcher can; the others are full. Then one attempt after another ends: the release
+with its waking, the claim that follows, and the marking of jobs that found no room, for which nothing that begins waits, are timed one by
+one. Once with the jobs still queued, and once with most of them pending, as they are after dispatchers have looked at them. The requeue
+manager sweeps once. At last eight dispatchers, each a process, claim at once.
 
 `processor` is the processor time of this process, which a busy neighbour does not change; the other times are those of a clock.
 """
@@ -35,8 +35,8 @@ from benchmarks.step import RESULTS, machine, slug
 from groupwise.jobs.fleet.dispatcher import CLAIMED_AT_ONCE
 from groupwise.jobs.fleet.queue import admission, claim, requeue_pending
 from groupwise.jobs.fleet.requeue import RequeueManager
-from groupwise.jobs.fleet.store.database import Database, connect, migrate
-from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Member, Project, Reservation
 from groupwise.jobs.fleet.up import freeze_imported_objects
 
 JOBS = 100_000
@@ -113,12 +113,14 @@ def measure(url: str, jobs: int = JOBS, machines: int = MACHINES, count: int = R
     with closing(connect(url)) as database:
         migrate(database)
         database.run(lambda session: add_machines(session, machines))
+        database.run(lambda session: occupy(session, machines - MACHINES))
         insert_jobs(database, jobs)
         admitted, _ = timed(lambda: admit_all(database))
         analyse(database)
         freeze_imported_objects()
         filled, filled_processor = timed(lambda: fill(database))
         attempts = database.read(lambda s: s.scalar(select(func.count()).select_from(Attempt)))
+        attempts -= machines - MACHINES
         analyse(database)
         show("waiting", waiting(database))
         _, queued, _, _ = rounds(database, count)
@@ -179,6 +181,37 @@ def add_machines(session: Session, count: int) -> None:
     session.execute(insert(GPU), gpus)
     for name in ("p0", "p1"):
         session.add(Project(name=name, max_gpus=QUOTA))
+
+
+def occupy(session: Session, count: int) -> None:
+    """An attempt on each of the first machines, which holds all its GPUs."""
+    names = [f"vm-{n:04}" for n in range(count)]
+    if not names:
+        return
+    jobs = [{**row(n), "job_id": f"r{n:06}", "project": "earlier"} for n in range(count)]
+    session.execute(insert(Job), jobs)
+    now = seconds(session)
+    attempts = [
+        {"job_id": f"r{n:06}", "generation": 0, "number": 0, "created_at": now, "owner": "bench",
+         "lease_until": now + 1e6}
+        for n in range(count)
+    ]  # fmt: skip
+    epochs = session.scalars(
+        insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True), attempts
+    ).all()
+    members = [
+        {"epoch": epoch, "rank": 0, "vm_id": name}
+        for epoch, name in zip(epochs, names, strict=True)
+    ]
+    session.execute(insert(Member), members)
+    of_machine = dict(zip(names, epochs, strict=True))
+    gpus = session.execute(select(GPU.gpu_id, GPU.vm_id).where(GPU.vm_id.in_(names)))
+    reservations = [
+        {"vm_id": vm_id, "gpu_id": gpu_id, "epoch": of_machine[vm_id], "rank": 0, "reserved_at": now}
+        for gpu_id, vm_id in gpus
+    ]  # fmt: skip
+    session.execute(insert(Reservation), reservations)
+    session.execute(update(Job).values(status="running", admitted_at=now, resources={"gpus": GPUS}))
 
 
 def insert_jobs(database: Database, jobs: int) -> None:
