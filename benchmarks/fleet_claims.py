@@ -21,7 +21,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -47,6 +47,7 @@ ROUNDS = 200
 RACERS = 8
 QUOTA = 40
 INSERTED_AT_ONCE = 5000
+OCCUPIED_AT_ONCE = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,11 @@ def measure(url: str, jobs: int = JOBS, machines: int = MACHINES, count: int = R
     with closing(connect(url)) as database:
         migrate(database)
         database.run(lambda session: add_machines(session, machines))
-        database.run(lambda session: occupy(session, machines - MACHINES))
+        occupied = [f"vm-{n:04}" for n in range(machines - MACHINES)]
+        for first in range(0, len(occupied), OCCUPIED_AT_ONCE):
+            names = occupied[first : first + OCCUPIED_AT_ONCE]
+            analyse(database)
+            database.run(lambda session, names=names: occupy(session, names))
         insert_jobs(database, jobs)
         admitted, _ = timed(lambda: admit_all(database))
         analyse(database)
@@ -183,35 +188,35 @@ def add_machines(session: Session, count: int) -> None:
         session.add(Project(name=name, max_gpus=QUOTA))
 
 
-def occupy(session: Session, count: int) -> None:
-    """An attempt on each of the first machines, which holds all its GPUs."""
-    names = [f"vm-{n:04}" for n in range(count)]
-    if not names:
-        return
-    jobs = [{**row(n), "job_id": f"r{n:06}", "project": "earlier"} for n in range(count)]
-    session.execute(insert(Job), jobs)
+def occupy(session: Session, names: Sequence[str]) -> None:
+    """An attempt on each of these machines, which holds all its GPUs."""
     now = seconds(session)
+    jobs = [{**row(0), "job_id": f"on-{name}", "project": "earlier"} for name in names]
+    session.execute(insert(Job), jobs)
     attempts = [
-        {"job_id": f"r{n:06}", "generation": 0, "number": 0, "created_at": now, "owner": "bench",
-         "lease_until": now + 1e6}
-        for n in range(count)
+        {
+            "job_id": job["job_id"], "generation": 0, "number": 0, "created_at": now, "owner": "bench",
+            "lease_until": now + 1e6,
+        }
+        for job in jobs
     ]  # fmt: skip
-    epochs = session.scalars(
-        insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True), attempts
-    ).all()
-    members = [
-        {"epoch": epoch, "rank": 0, "vm_id": name}
-        for epoch, name in zip(epochs, names, strict=True)
-    ]
-    session.execute(insert(Member), members)
-    of_machine = dict(zip(names, epochs, strict=True))
-    gpus = session.execute(select(GPU.gpu_id, GPU.vm_id).where(GPU.vm_id.in_(names)))
-    reservations = [
-        {"vm_id": vm_id, "gpu_id": gpu_id, "epoch": of_machine[vm_id], "rank": 0, "reserved_at": now}
-        for gpu_id, vm_id in gpus
-    ]  # fmt: skip
-    session.execute(insert(Reservation), reservations)
-    session.execute(update(Job).values(status="running", admitted_at=now, resources={"gpus": GPUS}))
+    numbered = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
+    epochs = dict(zip(names, session.scalars(numbered, attempts).all(), strict=True))
+    session.execute(
+        insert(Member), [{"epoch": epochs[name], "rank": 0, "vm_id": name} for name in names]
+    )
+    held = insert(Reservation).from_select(
+        ["vm_id", "gpu_id", "epoch", "rank", "reserved_at"],
+        select(Member.vm_id, GPU.gpu_id, Member.epoch, Member.rank, now)
+        .join(GPU, GPU.vm_id == Member.vm_id)
+        .where(Member.vm_id.in_(names)),
+    )
+    session.execute(held)
+    session.execute(
+        update(Job)
+        .where(Job.job_id.in_([job["job_id"] for job in jobs]))
+        .values(status="running", admitted_at=now, resources={"gpus": GPUS})
+    )
 
 
 def insert_jobs(database: Database, jobs: int) -> None:
