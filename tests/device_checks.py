@@ -441,6 +441,41 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
         assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
 
 
+def gradients_repeat_to_the_bit(case: DeviceCase, dtype: Dtype, *, adapter: bool) -> None:
+    """Of texts so long that several parts of a kernel add to one query's gradient."""
+    ids = text(450).tolist()
+
+    def row_of(length: int, advantage: float) -> Row:
+        logprobs = (-5.0,) * length
+        return Row(
+            prompt_ids=tuple(ids[:150]),
+            completion_ids=tuple(ids[-length:]),
+            mask=(1,) * length,
+            sampling_logprobs=logprobs,
+            reference_logprobs=logprobs,
+            advantage=advantage,
+            scale=1 / length,
+        )
+
+    rows = [row_of(300, 1.0), row_of(290, -0.5), row_of(250, 0.3), row_of(1, 0.1)]
+
+    def computed() -> list[Tensor]:
+        if adapter:
+            weights, _ = learner_of("llama", case.device, case.folder, getattr(torch, dtype))
+        else:
+            weights = TrainedModel(family("llama").to(case.device), dtype=dtype)
+        learner = TorchLearner(
+            weights, run="r", publish_folder=case.folder, max_tokens_per_microbatch=4096, seed=0
+        )
+        asyncio.run(learner.forward_backward(rows, EVERYTHING, TOTALS))
+        return [each.grad for each in weights.parameters().values() if each.grad is not None]
+
+    first = computed()
+    assert any(each.any() for each in first)
+    for _ in range(4):
+        assert all(map(torch.equal, computed(), first))
+
+
 def adapters_of_experts_have_the_gradients_of_a_processor(
     case: DeviceCase, dtype: torch.dtype
 ) -> None:
