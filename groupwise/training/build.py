@@ -456,7 +456,7 @@ def _server_sampler(
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
-    routers = witness.router_shape() if sampler_config.routing_replay else None
+    routers = local_policy.router_shape() if sampler_config.routing_replay else None
     own_server, shared = None, None
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, local_policy.rank, timing)

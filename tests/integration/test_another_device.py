@@ -258,7 +258,7 @@ def test_all_weights_have_a_gradient(monkeypatch, device, name, dtype):
 def test_mixing_devices_and_waiting_for_numbers_would_fail(device, name, dtype):
     with device.here():
         there = torch.ones(3, device=DEVICE, dtype=dtype)
-        with pytest.raises(RuntimeError, match="two (different )?devices"):
+        with pytest.raises(RuntimeError, match=r"two (different )?devices"):
             there.add(torch.ones(3, dtype=dtype))
         with pytest.raises(DataDependentOutputException):
             bool(there.any())

@@ -156,8 +156,8 @@ class RankPolicy:
         return self._call("ipc_handles")
 
     def router_shape(self) -> RouterShape:
-        """See `PolicyWitness.router_shape`."""
-        return self._call_witness("router_shape")
+        """See `LocalPolicy.router_shape`."""
+        return self._call("router_shape")
 
     def write_by_expert(self, folder: str) -> None:
         """See `LocalPolicy.write_by_expert`."""
