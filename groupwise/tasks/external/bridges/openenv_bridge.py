@@ -87,7 +87,7 @@ class OpenEnv:
         args = self._args[columns["split"]]
         result = await client.reset(seed=columns["episode_seed"], **args.get("reset", {}))
         tools = await self._tools(client) if self._action == "tools" else None
-        shown = self._told(result.observation, args)
+        shown = self._observation_text(result.observation, args)
         told = "\n\n".join(filter(None, (args.get("instructions"), shown))) or "Begin."
         messages: list[dict[str, Any]] = [{"role": "user", "content": told}]
         total, steps, stopped = float(result.reward or 0.0), 0, "done"
@@ -106,7 +106,9 @@ class OpenEnv:
                 result = await client.step(action)
                 total += float(result.reward or 0.0)
                 steps += 1
-                answers.append({**answer, "content": self._told(result.observation, args)})
+                answers.append(
+                    {**answer, "content": self._observation_text(result.observation, args)}
+                )
                 if result.done:
                     break
             messages += answers
@@ -156,7 +158,7 @@ class OpenEnv:
             for tool in listed
         ]
 
-    def _told(self, observation: dict[str, Any], args: dict[str, Any]) -> str:
+    def _observation_text(self, observation: dict[str, Any], args: dict[str, Any]) -> str:
         """What the policy is told of an observation."""
         field = args.get("observation")
         result = observation.get("result")

@@ -60,7 +60,7 @@ def load(name: str, args: dict[str, Any]) -> Any:
     """The environment, by the interface that the installed verifiers has."""
     import verifiers
 
-    return (_Functions if hasattr(verifiers, "load_environment") else _Tasksets)(name, args)
+    return (_Verifiers01 if hasattr(verifiers, "load_environment") else _Verifiers04)(name, args)
 
 
 class VerifiersAdapter:
@@ -115,7 +115,7 @@ class VerifiersAdapter:
         }  # the environment of this split scores each alone
 
 
-class _Functions:
+class _Verifiers01:
     """An environment of verifiers 0.1.x."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class _Functions:
         await self._environment._teardown()
 
 
-class _Tasksets:
+class _Verifiers04:
     """An environment of verifiers 0.4: a taskset, and the agents that play it."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
