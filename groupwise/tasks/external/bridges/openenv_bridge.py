@@ -47,7 +47,7 @@ class OpenEnv:
         if unknown := {*args, *(eval_args or {})} - KNOWN:
             raise ValueError(f"args has {sorted(unknown)}; known are {', '.join(sorted(KNOWN))}")
         self._args = {"train": args, "eval": args if eval_args is None else eval_args}
-        self._apart = eval_args is not None
+        self._has_eval_args = eval_args is not None
         self._server: subprocess.Popen[bytes] | None = None
         self._sessions = asyncio.Semaphore(args.get("sessions", 1))
         self._url = name if "://" in name else self._start(name)
@@ -61,7 +61,8 @@ class OpenEnv:
         seeds = [
             seed
             for seed in range(args.get("episodes", EPISODES))
-            if self._apart or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == "eval")
+            if self._has_eval_args
+            or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == "eval")
         ]
         prompt = [{"role": "user", "content": args.get("instructions") or "Play."}]
         found = [

@@ -45,7 +45,7 @@ class TextArena:
             )
         self._name = name
         self._args = {TRAIN: args, HELD_OUT: args if eval_args is None else eval_args}
-        self._apart = eval_args is not None
+        self._has_eval_args = eval_args is not None
         self._players = {split: self._seats(args) for split, args in self._args.items()}
         return {"library": f"textarena {importlib.metadata.version('textarena')}", "repeats": True}
 
@@ -55,7 +55,8 @@ class TextArena:
         seeds = [
             seed
             for seed in range(episodes)
-            if self._apart or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == HELD_OUT)
+            if self._has_eval_args
+            or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == HELD_OUT)
         ]
         seats = [(seed, seat) for seed in seeds for seat in range(self._players[split])]
         found = [
