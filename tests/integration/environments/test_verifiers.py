@@ -216,4 +216,5 @@ def test_it_trains_goes_on_and_is_evaluated(
     assert evaluated["metrics"]["rewards/words/mean"] > 0
     assert main(["check", *command, "--json"]) == 0
     # verifiers itself does not take an empty reply for one.
-    assert "8 of 72 games failed, all of the player who says nothing" in capfd.readouterr().out
+    failures = r"\d+ of \d+ games failed, all of the player who says nothing"
+    assert re.search(failures, capfd.readouterr().out)
