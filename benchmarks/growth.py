@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import fleet_dispatch
-from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug
 from benchmarks.web import GROUPS, MEMBERS, in_several_scripts
 from benchmarks.work import Work
@@ -240,8 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases(given.rollouts, folder):
             if given.only and given.only not in case.name:
                 continue
-            [small] = apart(partial(case.cost, case.small))
-            [large] = apart(partial(case.cost, case.large))
+            small, large = case.cost(case.small), case.cost(case.large)
             found.append(
                 Found(case.name, case.unit, case.small, case.large, small * 1e3, large * 1e3, case.because)
             )  # fmt: skip
