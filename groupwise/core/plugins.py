@@ -204,7 +204,7 @@ def _resolve_plugin(
             close = nearest(name, public)
             hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
             raise TaskError(
-                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_list_names(public)}."
+                f"{source} has no `{name}`, which should be the {kind}.{hint} It has: {_list_names(public)}."
             )
         target = getattr(target, name)
     if inspect.isclass(target) and instantiate:

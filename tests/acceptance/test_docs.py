@@ -102,6 +102,7 @@ FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 LAUNCHED = ("launch.md",)
 """Pages whose commands place jobs, some of them over SSH."""
 OF_VLLM = {
+    "--enable-return-routed-experts",
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
     *("--served-model-name", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--model"),
     "--mem-fraction-static",
