@@ -308,7 +308,8 @@ def _reservation_rules() -> Iterator[Rule]:
         "INSERT",
         "EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
         "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id "
-        "JOIN reservations AS held ON held.vm_id = twin.vm_id AND held.gpu_id = twin.gpu_id AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
+        "JOIN reservations AS held ON held.vm_id = twin.vm_id AND held.gpu_id = twin.gpu_id AND held.released_at IS NULL "
+        "WHERE own.gpu_id = NEW.gpu_id)",
         "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
         about=holds_gpu,
         lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
