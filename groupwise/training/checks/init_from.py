@@ -58,6 +58,8 @@ from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 PIPELINE = "preprocessing_pipeline"
+OF_INIT = '"""Written by groupwise init:'
+"""How the module with copied functions begins; no other file is overwritten."""
 
 KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
 """The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
@@ -131,11 +133,14 @@ def init_from(
     foreign = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
     functions = target.with_suffix(".py")
-    for written in (target, *([functions] if foreign.own_functions else ())):
-        if written.exists() and not force:
-            raise UsageError(
-                f"{written} exists and is kept. Give --force to overwrite it, or another name with --out."
-            )
+    if target.exists() and not force:
+        raise UsageError(
+            f"{target} exists and is kept. Give --force to overwrite it, or another name with --out."
+        )
+    if foreign.own_functions and functions.exists() and not _is_ours(functions):
+        raise UsageError(
+            f"{functions}, where the functions of {file.name} would be copied, exists and is kept. Give another name with --out."
+        )
     own_module = file.with_name("rewards.py") if file.suffix != ".py" else file
     if foreign.own_functions:
         own_module = functions
@@ -145,7 +150,7 @@ def init_from(
         file, foreign, processes or _device_count(foreign.settings), str(own_module)
     )
     if foreign.own_functions:
-        title = f'"""What {target.name} needs of {file.name}; written by groupwise init."""\n\n'
+        title = f'{OF_INIT} what {target.name} needs of {file.name}."""\n\n'
         functions.write_text(title + foreign.own_functions)
     if translation.chat_template is not None:
         template = target.with_suffix(".jinja")
@@ -184,6 +189,11 @@ def init_from(
         "next": words,
     }
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
+
+
+def _is_ours(module: Path) -> bool:
+    """True if an earlier `init` has written this module."""
+    return module.read_bytes().startswith(OF_INIT.encode())
 
 
 SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")

@@ -286,6 +286,9 @@ def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_mod
     assert load("a-groupwise.py:right").object(completions=["5"], answer=["5"]) == [1.0]
     with pytest.raises(UsageError, match=r"a-groupwise\.yaml exists"):
         init_from(Path("a.py"))
+    with pytest.raises(UsageError, match=r"a\.py, where .* exists and is kept"):
+        init_from(Path("a.py"), out=Path("a.yaml"), force=True)
+    assert Path("a.py").read_text() == MAPPED
 
 
 @pytest.mark.parametrize(("before", "after"), [
