@@ -148,12 +148,23 @@ async def test_a_long_path_for_temporary_files_is_no_obstacle(
     assert rollout.outcome == "pending", rollout.reason
 
 
-async def test_a_process_that_ends_at_once_ends_the_run_with_its_last_output():
-    program = replace(PROGRAM, command=(sys.executable, "-c", "import nonesuch"))
-    rollouts = ExternalRollouts(program, TOKENIZER, LIMITS)
-    with pytest.raises(
-        EnvironmentWorkerError, match=r"(?s)exit code 1.*No module named 'nonesuch'"
-    ):
+@pytest.mark.parametrize(
+    ("code", "start_limit", "said"),
+    [
+        ("import nonesuch", 60.0, r"(?s)exit code 1.*No module named 'nonesuch'"),
+        (
+            "import time; time.sleep(100)",
+            0.3,
+            r"not ready within 0\.3 s; raise rollout\.start_limit",
+        ),
+    ],
+)
+async def test_a_process_that_does_not_start_ends_the_run_with_the_reason(
+    code: str, start_limit: float, said: str
+):
+    program = replace(PROGRAM, command=(sys.executable, "-c", code))
+    rollouts = ExternalRollouts(program, TOKENIZER, replace(LIMITS, start_limit=start_limit))
+    with pytest.raises(EnvironmentWorkerError, match=said):
         await rollouts.start()
     await rollouts.close()
 
