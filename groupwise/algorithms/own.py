@@ -1,7 +1,8 @@
 """Algorithms in a user's own file: `algorithm.type: my_file.py:Mine`.
 
-The class is a frozen dataclass that derives from an algorithm here, or from `family.GroupRelative`; its fields are its knobs, and it has
-the same protocol as ours. Its name is its file's full path with the class, so that processes that are only given a `LossSpec` find it.
+The class is a frozen dataclass that derives from an algorithm here, or from `group_relative.GroupRelative`. Its fields are its knobs, and
+it has the same methods as ours. Its name is the full path of its file with the class, so that a process that gets only a `LossSpec` finds
+it.
 
 A process keeps the class that it has loaded: a file that is edited while a run goes on changes nothing in it. Only a new config looks at
 the file again.
@@ -16,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.core import plugins
 from groupwise.core.errors import TaskError, UsageError
 
@@ -39,8 +40,7 @@ def load_own(name: str, *, again: bool = False) -> type[GroupRelative]:
     digest = file_digest(name) if Path(file).expanduser().is_file() else ""
     if full_name not in _loaded or _loaded[full_name][0] != digest:
         kind = plugins.load(full_name, kind="algorithm", instantiate=False).object
-        _check(kind, name)
-        kind.name = full_name
+        _check(kind, name, full_name)
         _loaded[full_name] = digest, kind
     return _loaded[full_name][1]
 
@@ -60,7 +60,8 @@ def refuse_own(name: object) -> None:
         )
 
 
-def _check(kind: Any, name: str) -> None:
+def _check(kind: Any, name: str, full_name: str) -> None:
+    """Give the class its full name. Raises TaskError if it is no algorithm, or cannot be made from its defaults."""
     base = f"{GroupRelative.__module__}.{GroupRelative.__name__}"
     if not inspect.isclass(kind) or not issubclass(kind, GroupRelative):
         raise TaskError(
@@ -79,5 +80,13 @@ def _check(kind: Any, name: str) -> None:
     for knob in fields(kind):
         if knob.default is MISSING:
             raise TaskError(
-                f"algorithm.type is {name}, whose knob {knob.name} has no default; give it one, so that a config may leave it out."
+                f"algorithm.type is {name}, whose knob {knob.name} has no default value; give it one (default=…), so that a config may "
+                "leave it out."
             )
+    kind.name = full_name
+    try:
+        kind()
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"algorithm.type is {name}, which cannot be made from the defaults of its knobs: {error}"
+        ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -145,7 +146,7 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
     if not package or importlib.util.find_spec(package) is not None:
         return None
     extra = extra_of(package)
-    return None if extra is None else not_installed(extra, [package], "This needs")
+    return None if extra is None else not_installed("This", extra, package)
 
 
 class Stopped(Exception):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.core.terminal.quantities import parse_size
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
     are not expanded from this process's environment."""
     from_files: dict[str, str] = {}
     for path in files:
-        require("launch", "dotenv", reason="--env-file needs")
+        require_packages("--env-file", "launch", "dotenv")
         from dotenv import dotenv_values
 
         try:

@@ -1,8 +1,10 @@
-"""`groupwise rl`: train."""
+"""`groupwise rl` trains with rewards, `groupwise sft` with given answers."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,12 +105,60 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
+    from groupwise.cli.output import collect_seldom
+
+    if dry_run:
+        collect_seldom()
+    from groupwise.training.loops.rl_start import rl as train
+
+    result = train(
+        config_of(config, overrides),
+        task_module,
+        overrides=tuple(overrides or ()),
+        dry_run=dry_run,
+        **start.keywords(),
+    )
+    write_outcome(result.summary, as_json=dry_run or as_json)
+    raise typer.Exit(result.exit_code)
+
+
+def write_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    """Write a plan or a result as JSON, or a result with advice and the next commands."""
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.printing import commands_after_run, print_advice, print_next
+
+    if as_json:
+        write_json(summary)
+        return
+    values = {name: value for name, value in summary.items() if name != "advice"}
+    write_result(values, as_json=False)
+    print_advice(summary.get("advice", ()))
+    if "folder" in summary:
+        print_next(*commands_after_run(Path(summary["folder"])))
+
+
+def sft(
+    *,
+    config: ConfigOption = None,
+    task_module: TaskOption = None,
+    overrides: Overrides = None,
+    start: StartOptions,
+    dry_run: Annotated[
+        bool,
+        flag(
+            "Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
+            "--dry-run",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model on given answers (supervised fine-tuning)."""
     from groupwise.cli.output import collect_seldom, write_json, write_result
 
     if dry_run:
         collect_seldom()
-    from groupwise.cli.printing import commands_after_run, print_advice, print_next
-    from groupwise.training.loops.rl_start import rl as train
+    from groupwise.cli.printing import command_line, print_next
+    from groupwise.training.loops.sft_start import sft as train
 
     result = train(
         config_of(config, overrides),
@@ -119,12 +169,15 @@ def rl(
     )
     if dry_run:
         write_json(result.summary)
-    elif as_json:
-        write_result(result.summary, as_json=True)
     else:
-        summary = {name: value for name, value in result.summary.items() if name != "advice"}
-        write_result(summary, as_json=False)
-        print_advice(result.summary.get("advice", ()))
-        if "folder" in result.summary:
-            print_next(*commands_after_run(Path(result.summary["folder"])))
+        write_result(result.summary, as_json=as_json)
+        if not as_json and "run" in result.summary:
+            run = str(result.summary["run"])
+            print_next(
+                (f"groupwise runs plot {shlex.quote(run)}", "the curve of its loss"),
+                (
+                    command_line("rl", None, task_module, "--config", "C.yaml", "--init-from", run),
+                    "reinforcement learning from these weights, with a config of rl",
+                ),
+            )
     raise typer.Exit(result.exit_code)

@@ -86,13 +86,12 @@ def serve(
 def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
 
-    from groupwise.core.extras import require
+    from groupwise.core.extras import require_packages
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)
-    require(
-        "server", "fastapi", "uvicorn", "jinja2", reason="The server, but no client of it, needs"
-    )
+    packages, advice = ("fastapi", "uvicorn", "jinja2"), " Clients need none of them."
+    require_packages("The server", "server", *packages, advice=advice)
     from groupwise.server.serve import read_start, serve
 
     request = None if start_with is None else read_start(start_with)

@@ -11,10 +11,14 @@ import typer
 
 from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.dashboard.sources.fleet import WatchedFleet
     from groupwise.dashboard.sources.server import WatchedServer
+
+
+DASHBOARD_PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
 def web(
@@ -51,7 +55,7 @@ def web(
 
     from groupwise.api.schemas.keys import VARIABLE
 
-    require_dashboard()
+    require_packages("The dashboard", "web", *DASHBOARD_PACKAGES)
     from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
@@ -70,24 +74,17 @@ def web(
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
 
 
-def require_dashboard() -> None:
-    """Raise UsageError unless the packages for the dashboard are installed."""
-    from groupwise.core.extras import require
-
-    require("web", "starlette", "uvicorn", "jinja2", reason="The dashboard needs")
-
-
 @contextmanager
 def _watched_fleet(address: str | None) -> Generator[WatchedFleet | None]:
     """The fleet to show; None if none was requested."""
     if address is None:
         yield None
         return
-    from groupwise.cli.fleet.access import fleet, require_installed
+    from groupwise.cli.fleet.access import PACKAGES, fleet
     from groupwise.dashboard.sources.cached_values import ending
     from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
-    require_installed()
+    require_packages("A fleet", "fleet", *PACKAGES)
     with fleet(address, timeout=TIMEOUT) as client, ending(WatchedFleet(client)) as watched:
         yield watched
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.core.errors import UsageError
@@ -15,23 +14,26 @@ DISTRIBUTION = "groupwise"
 CPU_TORCH = "torch --index-url https://download.pytorch.org/whl/cpu"
 
 
-def require(extra: str, *packages: str, reason: str) -> None:
-    """Raise UsageError unless these packages can be imported.
+def require_packages(subject: str, extra: str, *packages: str, advice: str = "") -> None:
+    """Raise UsageError unless the packages are installed that `subject` needs.
 
-    `extra`: one or several, as in `pip install 'groupwise[launch,aws]'`. `reason`: who needs them, as in "The dashboard needs".
+    `extra` of groupwise brings them: one or several, as in `pip install 'groupwise[launch,aws]'`.
     """
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(not_installed(extra, missing, reason))
+        raise UsageError(not_installed(subject, extra, *missing) + advice)
 
 
-def not_installed(extra: str, packages: Sequence[str], reason: str) -> str:
-    """What to tell a user who lacks these packages."""
+def not_installed(subject: str, extra: str, *packages: str) -> str:
+    """The message for a user who lacks these packages: how to install the extra that brings them."""
     verb, pip = "is" if len(packages) == 1 else "are", _pip_install()
-    told = f"{reason} {' and '.join(packages)}, which {verb} not installed: {pip} '{DISTRIBUTION}[{extra}]'."
+    message = (
+        f"{subject} needs {' and '.join(packages)}, which {verb} not installed: "
+        f"{pip} '{DISTRIBUTION}[{extra}]'."
+    )
     if "train" in extra and importlib.util.find_spec("torch") is None:
-        told += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
-    return told
+        message += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
+    return message
 
 
 def _pip_install() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.core import atomic_files
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -33,7 +33,7 @@ ROWS_AT_ONCE = 512
 def check_can_write(to: RecordFormat) -> None:
     """UsageError if the package that writes this format is not installed."""
     if to == "parquet":
-        require("train", "pyarrow", reason="Parquet needs")
+        require_packages("Parquet", "train", "pyarrow")
 
 
 def steps_of(store: Store) -> int:

@@ -482,6 +482,12 @@ class RunConfig(Strict):
                     f"sampler.engine is {self.sampler.engine}, but {key} is {value}: {why}. Leave one of the two out.",
                     ("sampler.engine", key),
                 )
+        if self.sampler.routing_replay and self.model.backend not in ("transformers", "tunix"):
+            yield Conflict(
+                f"sampler.routing_replay is true, but model.backend is {self.model.backend}, which computes experts in its own way. Leave "
+                "one of the two out.",
+                ("sampler.routing_replay", "model.backend"),
+            )
 
     def _signal_conflicts(self) -> Iterator[Conflict]:
         if self.eval.eval_steps is None and not self.eval.before_and_after:

@@ -1,11 +1,11 @@
-"""The commands of `groupwise fleet` on jobs: list, show, logs, stop, resume, hold, release, remove."""
+"""The commands of `groupwise fleet` on jobs: list, show, logs, fetch, stop, resume, hold, release, remove."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +18,10 @@ from groupwise.core.terminal.quantities import byte_size, counted
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
+from pathlib import Path
+
+from groupwise.cli.fleet.access import progress
+from groupwise.cli.options import flag
 
 JobIds = Annotated[
     list[str] | None,
@@ -122,10 +126,12 @@ class _Change:
     name: str
     statuses: frozenset[str]
     """Statuses of the jobs that the command applies to; options select only among those."""
-    many: Callable[[FleetClient, Sequence[str]], list[dict[str, Any]]]
-    """Changes many jobs. Returns the new state or the `error` of each."""
+    verb: Literal["cancel", "hold", "release", "retry"]
+    """The change as the fleet's API calls it."""
     result: Callable[[dict[str, Any]], str]
     """The result for one job as text."""
+    reason: str | None = None
+    """The reason of a cancellation."""
 
 
 def _apply_change(
@@ -149,7 +155,7 @@ def _apply_change(
 
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
-            (result,) = change.many(access, ids)
+            (result,) = access.change_all(change.verb, ids, change.reason)
             if "error" in result:
                 raise Refusal(result["error"]["code"], result["error"]["message"])
             write_json(result) if as_json else say(change.result(result))
@@ -181,7 +187,7 @@ def _change_in_portions(
     results: list[dict[str, Any]] = []
     for portion in portions(ids):
         try:
-            portion_results = change.many(access, portion)
+            portion_results = access.change_all(change.verb, portion, change.reason)
         except GroupwiseError as error:
             if not as_json:
                 raise
@@ -216,12 +222,13 @@ def stop(
     change = _Change(
         "stop",
         frozenset(JobStatus) - FINAL,
-        lambda access, ids: access.cancel_all(ids, reason),
+        "cancel",
         lambda job: (
             f"{job['job_id']} is being ended on {job['assigned_vm']}"
             if job["status"] == "running"
             else _status_sentence(job)
         ),
+        reason,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
 
@@ -242,7 +249,7 @@ def resume(
     change = _Change(
         "resume",
         frozenset(RETRIED_FROM),
-        lambda access, ids: access.retry_all(ids),
+        "retry",
         lambda job: f"{_status_sentence(job)} again",
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
@@ -258,7 +265,7 @@ def hold(
     change = _Change(
         "hold",
         frozenset(("queued", "pending")),
-        lambda access, ids: access.hold_all(ids),
+        "hold",
         _status_sentence,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
@@ -274,7 +281,7 @@ def release(
     change = _Change(
         "release",
         frozenset(("held",)),
-        lambda access, ids: access.release_all(ids),
+        "release",
         _status_sentence,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
@@ -346,3 +353,54 @@ def remove(
     say(
         f"{verb} {counted(len(result['jobs']), 'job')}, {byte_size(result['bytes'])} of {description}"
     )
+
+
+def fetch(
+    job: JobArgument,
+    path: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATH...]", help="Files and folders to fetch; default: all."),
+    ] = None,
+    fleet_at: FleetOption = None,
+    to: Annotated[Path | None, option("DIR", "Folder for the files; default: ./JOB.")] = None,
+    checkpoints: Annotated[
+        bool,
+        flag(
+            "Fetch its mirrored checkpoints instead of its outputs, also while it runs.",
+            "--checkpoints",
+        ),
+    ] = False,
+    epoch: EpochOption = None,
+    rank: RankOption = 0,
+    force: Annotated[bool, flag("Replace files that are there and differ.", "--force")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch a job's outputs; prints the folder.
+
+    Each file appears whole, once its hash has been verified. Files that are there already stay, and interrupted ones are continued.
+    """
+    folder = Path(job) if to is None else to.expanduser()
+    with fleet(fleet_at) as access, progress() as on_progress:
+        result = access.fetch(
+            job,
+            folder,
+            paths=path or (),
+            checkpoints=checkpoints,
+            epoch=epoch,
+            rank=rank,
+            force=force,
+            on_progress=on_progress,
+        )
+    if as_json:
+        write_json(result)
+        return
+    files = result["files"]
+    kept_count = sum(file["kept"] for file in files)
+    size = byte_size(sum(file["bytes"] for file in files))
+    kept_note = f", {kept_count} of them here already" if kept_count else ""
+    found = f": {counted(len(files), 'file')}, {size}{kept_note}" if files else " left no outputs"
+    say(f"{result['job_id']}{found}")
+    for path_left_out, reason in result["left_out"]:
+        say(f"the fleet left out {path_left_out}: {reason.replace('_', ' ')}")
+    if files:
+        typer.echo(folder)

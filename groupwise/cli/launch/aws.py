@@ -11,7 +11,7 @@ from groupwise.cli.launch.placing import launch
 from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 
 
 def aws(
@@ -74,7 +74,7 @@ def aws(
     from groupwise.jobs.clouds.ec2 import AwsRefused, NoCredentials
     from groupwise.jobs.launch.places import AWS, JobBackend, ec2
 
-    require("launch,aws", "asyncssh", "boto3", reason="A job on AWS needs")
+    require_packages("AWS", "launch,aws", "asyncssh", "boto3")
     plan = packages.plan_unless_there()
     if key_path is None:  # AWS names the keys that it creates K.pem
         created_key, own_key = (

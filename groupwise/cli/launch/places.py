@@ -13,7 +13,7 @@ import typer
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
@@ -41,7 +41,7 @@ class LoginOptions:
 
     def machine(self, host: str, python: str | None) -> JobBackend:
         """The machine that `ssh HOST` connects to, with its host key pinned: by a fingerprint or, in a terminal, by the user's answer."""
-        require("launch", "asyncssh", reason="A job on another machine needs")
+        require_packages("A job on another machine", "launch", "asyncssh")
         from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, host_key_of
         from groupwise.jobs.hosts.ssh import AGENT
         from groupwise.jobs.launch.places import SSH, JobBackend

@@ -11,7 +11,7 @@ from groupwise.cli.launch.watch import call_backend
 from groupwise.cli.options import AsJson, DryRun, option
 from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend
@@ -107,7 +107,7 @@ def _places_to_sweep(at: list[str] | None, profile: str | None) -> list[JobBacke
             )
         accounts = {(str(place), place.detail.get("profile")): place for place in paid_places}
         return [*accounts.values()]
-    require("launch,aws", "boto3", reason="A look at AWS needs")
+    require_packages("AWS", "launch,aws", "boto3")
     places: list[JobBackend] = []
     for word in at:
         kind, _, region = word.partition(":")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.core.types import CallGrammar
 from groupwise.engine.sampler.call_grammars import arguments_schema, call_grammar, count_schemas
 
@@ -83,7 +83,7 @@ def compile_schema(schema: str) -> str:
 
 
 def _library() -> Any:
-    require("train", "llguidance", reason="To enforce a JSON schema one needs")
+    require_packages("Enforcing a JSON schema", "train", "llguidance")
     import llguidance
 
     return llguidance

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.core.settings.credentials import holds_secret
 from groupwise.core.terminal.quantities import byte_size, counted
 from groupwise.core.terminal.text import one_line
@@ -517,11 +517,7 @@ def _looks_secret(file: Path) -> bool:
 @cache
 def _secret_patterns() -> tuple[re.Pattern[str], ...]:
     """detect-secrets' patterns for tokens of services."""
-    require(
-        "launch",
-        "detect_secrets",
-        reason="Nothing was sent: --project-dir looks for credentials with",
-    )
+    require_packages("--project-dir", "launch", "detect_secrets", advice=" Nothing was sent.")
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 

@@ -24,13 +24,13 @@ from typing import Protocol, TypeVar
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import BY_IDS, ModelData
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import responses, runs, trajectories
+from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
@@ -180,8 +180,7 @@ class OpenAIService:
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
         problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
-        error = FieldError(field="model", message=problem)
-        return Refusal("unknown_model", problem, errors=[error])
+        return Refusal("unknown_model", problem, field="model")
 
     # --- kept responses --------------------------------------------------------------------------
 
@@ -189,11 +188,11 @@ class OpenAIService:
         self, caller: Caller, id: str, field: str = "response_id"
     ) -> KeptResponse:
         """A response of /v1/responses. Refuses with `unknown_response`, which names `field`."""
-        return await self._ledger.do(responses.read_response, caller, id, field)
+        return await self._ledger.do(idempotency.read_response, caller, id, field)
 
     async def delete_response(self, caller: Caller, id: str) -> None:
         """Delete a kept response. Refuses with `unknown_response`."""
-        await self._ledger.do(responses.delete_response, caller, id)
+        await self._ledger.do(idempotency.delete_response, caller, id)
 
     # --- completions -----------------------------------------------------------------------------
 

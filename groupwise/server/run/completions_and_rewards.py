@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import (
     AnyRewards,
@@ -24,6 +24,7 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Prompt
+from groupwise.core.waiting import wait_at_most
 from groupwise.server.engine.engine_protocol import SampleOrder
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
@@ -55,8 +56,7 @@ class CompletionsAndRewards:
                 f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {server_hash!r}. "
                 "GET /tokenizer has them."
             )
-            error = FieldError(field="tokenizer_hash", message=message)
-            raise Refusal("tokenizer_mismatch", message, errors=[error])
+            raise Refusal("tokenizer_mismatch", message, field="tokenizer_hash")
         for index, prompt in enumerate(request.all_prompts):
             field = _request_field_names(request, index)["prompt"]
             check_prompt_length(prompt, conductor.status.opened, field)
@@ -152,7 +152,7 @@ class CompletionsAndRewards:
             )
             if answer is not None:
                 break
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
                 )
@@ -181,7 +181,7 @@ class CompletionsAndRewards:
             replaced = self._active_run.any_run().run != run
             if is_done(result) or replaced or self._active_run.is_over():
                 return result
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 return result
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import EndpointError, UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.training.generation.results import GENERATIONS, TRAIN
 
 CARD = f"""---
@@ -77,7 +77,7 @@ def _hub() -> Any:
 
 @contextmanager
 def _converting_hub_errors(kind: type[EndpointError | UsageError], failure: str) -> Generator[None]:
-    require("train", "huggingface_hub", reason="The hub needs")
+    require_packages("The hub", "train", "huggingface_hub")
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
-from groupwise.core.extras import require
+from groupwise.core.extras import require_packages
 from groupwise.core.loopback import no_proxy_variables
 from groupwise.core.plugins import nearest
 from groupwise.training.suites import inside_lighteval
@@ -153,7 +153,7 @@ def find_program(program: Sequence[str] = ()) -> tuple[str, ...]:
             f"or\n  pipx install {main_package} && pipx inject lighteval {' '.join(extra_packages)}\n"
             f"Where it is not on the PATH, --program or the environment variable {PROGRAM_VARIABLE} says how it is run."
         )
-    require("train", "pyarrow", reason="To read lighteval's results one needs")
+    require_packages("Reading lighteval's results", "train", "pyarrow")
     return (os.path.abspath(executable), *words[1:])
 
 

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.core.extras import extra_of, require
+from groupwise.core.extras import extra_of, require_packages
 
 
 def test_only_what_is_missing_is_named_with_the_extra_that_brings_it() -> None:
-    require("web", "pydantic", reason="The dashboard needs")
+    require_packages("The dashboard", "web", "pydantic")
     with pytest.raises(UsageError) as error:
-        require("web", "pydantic", "no_such_a", "no_such_b", reason="The dashboard needs")
+        require_packages("The dashboard", "web", "pydantic", "no_such_a", "no_such_b")
     assert error.value.message == (
         "The dashboard needs no_such_a and no_such_b, which are not installed: pip install 'groupwise[web]'."
     )
@@ -38,5 +38,5 @@ def test_an_environment_of_pipx_or_uv_is_extended_by_its_own_program(
     (tmp_path / note).touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(UsageError) as error:
-        require("web", "no_such_a", reason="The dashboard needs")
+        require_packages("The dashboard", "web", "no_such_a")
     assert command.format(folder=tmp_path) in error.value.message

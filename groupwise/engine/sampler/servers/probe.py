@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from groupwise.core.errors import PolicyMismatchError
-from groupwise.core.types import SamplingParams
+from groupwise.core.types import RouterShape, SamplingParams
 
 Answer = tuple[Sequence[int], Sequence[int]]
 """A prompt's tokens, and those that followed."""
@@ -35,8 +35,11 @@ NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
 
 
-class PolicyWitness(Protocol):
-    """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.servers.witness` computes them."""
+class LocalPolicy(Protocol):
+    """The published weights, as this program has them: their log-probabilities, and what servers need to take them over.
+
+    `groupwise.engine.sampler.servers.local_policy.TorchPolicy` has them in this process.
+    """
 
     @property
     def vocabulary(self) -> int: ...
@@ -44,6 +47,7 @@ class PolicyWitness(Protocol):
     def rank(self) -> int | None: ...
     @property
     def adapts_experts(self) -> bool: ...
+    def router_shape(self) -> RouterShape: ...
     def write_by_expert(self, folder: str) -> None: ...
     def read(self, folder: str) -> None: ...
     def fingerprint(self) -> str: ...

@@ -90,7 +90,7 @@ class View:
     """Capacity withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas of the projects that have one."""
-    roomy: list[str] | None = None
+    roomy: set[str] | None = None
     """Machines that have anything free, fewer with each booking. None: not computed yet."""
 
     def look(
@@ -124,6 +124,9 @@ class View:
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
         """Book the placement; the next job then sees only the remaining capacity."""
         apply(placement, resources, self.machines)
+        if self.roomy is not None:
+            booked = (seat.vm_id for seat in placement.seats)
+            self.roomy -= {vm_id for vm_id in booked if not has_room(self.machines[vm_id])}
         if quota := self.quotas.get(project):
             gpu_ids = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
             unnamed_gpus = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
@@ -137,8 +140,8 @@ class View:
         return not any(has_room(machine, held_before) for machine in self._machines_with_room())
 
     def _machines_with_room(self) -> list[Machine]:
-        names = self.machines if self.roomy is None else self.roomy
-        self.roomy = [name for name in names if has_room(self.machines[name])]
+        if self.roomy is None:
+            self.roomy = {name for name, machine in self.machines.items() if has_room(machine)}
         return [self.machines[name] for name in self.roomy]
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
@@ -219,12 +222,15 @@ def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
-def view(session: Session, projects: Collection[str]) -> View:
-    """Read the free capacity, the withheld capacity, and the quotas of these projects."""
+def view(session: Session, projects: Collection[str], apart_from: str | None = None) -> View:
+    """Read the free capacity, the withheld capacity, and the quotas of these projects.
+
+    What the job `apart_from` still holds, from an attempt that has ended, counts as free.
+    """
     now = seconds(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
-    in_use = _sum_reservations(session, None)
+    in_use = _sum_reservations(session, None, apart_from)
     limits = {
         name: Quota(
             max_gpus, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
@@ -381,8 +387,10 @@ GPUS_OF_ENGINE = case(
 """The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
-def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usage:
-    """Sum up the open reservations of the fleet, or of these machines."""
+def _sum_reservations(
+    session: Session, vm_ids: Collection[str] | None, apart_from: str | None = None
+) -> _Usage:
+    """Sum up the open reservations of the fleet, or of these machines, without those of the job `apart_from`."""
     # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
         select(
@@ -404,6 +412,8 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usag
     )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
+    if apart_from is not None:
+        query = query.where(Attempt.job_id.is_distinct_from(apart_from))
     totals, members = _Usage(), set[tuple[str, int]]()
     for row in session.execute(query):
         if row.gpu_id is None:

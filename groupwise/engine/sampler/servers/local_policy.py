@@ -1,4 +1,7 @@
-"""Computes log-probabilities under the published weights, read from the same files, over the base that the learner has in memory."""
+"""The policy that servers must serve, in the memory of this process: the learner's base with the published weights, read from the files.
+
+The sampler compares the servers' log-probabilities with its own, and servers that take weights from memory get them from here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.errors import EndpointError, ModelError
-from groupwise.engine.models.experts import experts_of
+from groupwise.core.types import RouterShape
+from groupwise.engine.models.experts import experts_of, router_shape
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
@@ -30,8 +34,8 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Witness:
-    """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over weights in this process."""
+class TorchPolicy:
+    """A `groupwise.engine.sampler.servers.probe.LocalPolicy` over a model of torch."""
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights
@@ -58,6 +62,10 @@ class Witness:
         return isinstance(weights, ServedAdapter) and bool(
             weights.adapted.configs[weights.name].target_parameters
         )
+
+    def router_shape(self) -> RouterShape:
+        """What choices of experts look like. Raises ModelError if the learner cannot replay them."""
+        return router_shape(self._weights.model)
 
     def write_by_expert(self, folder: str) -> None:
         """Write the adapter as it is in memory, with factors for each matrix of each expert; see `AdaptedModel.save_by_expert`."""
