@@ -377,7 +377,9 @@ def dump() -> dict[str, Any]:
     """All keys of TRL, as its config writes them."""
     from trl import GRPOConfig
 
-    config = GRPOConfig("out", use_cpu=True, bf16=False, activation_checkpointing=True)
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older one
+    recompute = next(name for name in names if name in GRPOConfig.__dataclass_fields__)
+    config = GRPOConfig("out", use_cpu=True, bf16=False, **{recompute: True})
     return json.loads(config.to_json_string())
 
 
