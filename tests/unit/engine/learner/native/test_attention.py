@@ -98,12 +98,12 @@ def varlen_attn(
     key_ends: Tensor,
     *_: int,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
     scale: float | None,
 ) -> Tensor:
     """What torch's function of this name computes on a GPU: the last query of each text sees its last key."""
     assert window_size[1] == 0
-    assert enable_gqa == (queries.shape[1] != keys.shape[1])
+    assert enable_gqa == (varlen.GROUPED and queries.shape[1] != keys.shape[1])
     found: list[Tensor] = []
     for number in range(len(ends) - 1):
         here, there = (slice(*each[number : number + 2].tolist()) for each in (ends, key_ends))
