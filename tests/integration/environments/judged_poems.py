@@ -13,9 +13,11 @@ class Reader(vf.MultiTurnEnv):
         self, messages: vf.Messages, state: vf.State, **kwargs: object
     ) -> vf.Messages:
         """What the simulated user says."""
-        poem = {"role": "user", "content": str(messages[-1].content)}
+        poem = str(messages[-1].content)
         async with AsyncOpenAI() as client:
-            answer = await client.chat.completions.create(model="user", messages=[poem])
+            answer = await client.chat.completions.create(
+                model="user", messages=[{"role": "user", "content": poem}]
+            )
         return [vf.UserMessage(content=answer.choices[0].message.content)]
 
 

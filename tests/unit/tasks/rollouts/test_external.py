@@ -103,7 +103,6 @@ async def test_only_what_the_environment_names_teaches(does: str):
         ("lies_about_ids", "failed", "no id of a completion"),
         ("lies_about_numbers", "failed", "expected a finite number"),
         ("lies_about_infinity", "failed", "`r` is nan; expected a finite number"),
-        ("quotes_an_encyclopedia", "failed", "rollout.max_rollout_length"),
         ("never_asks", "failed", "without asking the policy"),
         ("babbles", "failed", "cannot be read"),
         ("sleeps", "timed_out", "rollout.max_seconds"),
@@ -200,7 +199,9 @@ async def test_limits_cut_an_attempt_off():
     async with playing() as play:
         (refused,) = await play("endless")
         (scored,) = await play("endless_but_scored")
+        (flooded,) = await play("quotes_an_encyclopedia")
     assert (refused.outcome, "rollout.max_turns" in str(refused.reason)) == ("failed", True)
+    assert "rollout.max_rollout_length" in str(flooded.reason)
     assert (scored.outcome, scored.ended_by, scored.written) == ("pending", "turns", 4 * 7)
     prompt = len(
         TOKENIZER.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)["input_ids"]
