@@ -1,0 +1,55 @@
+"""Our own modules of native families are transformers', but for the time that these take to import."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.load import load_base, load_model
+from groupwise.engine.models.native.causal_lm import CausalLM
+from groupwise.engine.models.native.facts import head_size
+from tests.unit.engine.models.native.families import FAMILIES, family
+
+OLD = {"rope_parameters": None, "dtype": None, "layer_types": None, "rms_norm_eps": None}
+"""Keys that older files have under other names, or not at all."""
+IDS = torch.arange(3, 40)[None]
+
+
+def model_of(folder: Path, name: str, **changes) -> ModelConfig:
+    """A stored model; keys of its config.json that are changed to None are left out."""
+    family(name).save_pretrained(folder)
+    said = {**json.loads((folder / "config.json").read_text()), **changes}
+    said = {key: value for key, value in said.items() if value is not None or key not in changes}
+    (folder / "config.json").write_text(json.dumps(said))
+    return ModelConfig(name=str(folder))
+
+
+@pytest.mark.parametrize(("name", "changes"), [
+    *((name, {}) for name in FAMILIES if name != "llama-yarn"), ("llama", {**OLD, "rope_theta": 500.0, "eos_token_id": None}),
+    ("mistral", {"head_dim": None, "eos_token_id": None}), ("qwen2", {**OLD, "eos_token_id": None}), ("qwen3", {"eos_token_id": [3, 5]}),
+    ("llama", {**OLD, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+])  # fmt: skip
+def test_it_computes_what_transformers_does(name, changes, tmp_path):
+    config = model_of(tmp_path, name, **changes)
+    ours, theirs = load_base(config, "float32"), load_model(config, "float32")
+    assert isinstance(ours, CausalLM)
+    wanted = theirs.state_dict()
+    assert [*ours.state_dict()] == [*wanted]
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in ours.state_dict().items())
+    assert [path for path, _ in ours.named_modules() if not path.endswith("act_fn")] == [
+        path for path, _ in theirs.named_modules() if not path.endswith("act_fn")
+    ]
+    frequencies = [each.get_decoder().rotary_emb.inv_freq for each in (ours, theirs)]
+    assert torch.equal(*frequencies)
+    assert head_size(ours.config) == head_size(theirs.config)
+    for key in ("eos_token_id", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours.config, key) == getattr(theirs.config, key), key
+    logits = [model.requires_grad_(True)(input_ids=IDS).logits for model in (ours, theirs)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    for each in logits:
+        each.square().mean().backward()
+    gradients = [dict(model.named_parameters()) for model in (ours, theirs)]
+    for key, parameter in gradients[0].items():
+        torch.testing.assert_close(parameter.grad, gradients[1][key].grad, atol=1e-5, rtol=1e-4)
