@@ -421,7 +421,7 @@ def _http_sampler(sampler: Sampler) -> ServerSampler | None:
 async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Path | None) -> None:
     """Load the policy to evaluate into the vLLM servers."""
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.lora import CONFIG
+    from groupwise.engine.models.lora_config import CONFIG
 
     folder = await asyncio.to_thread(adapter_folder, config.model) if weights is None else weights
     try:
@@ -683,7 +683,7 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
     from groupwise.engine.models.load import model_folder, text_config_of
-    from groupwise.engine.models.lora import peft_config_dict, scaling_of
+    from groupwise.engine.models.lora_config import scaling_of
 
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
@@ -701,7 +701,7 @@ def _tunix_order(
         alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
-        described=peft_config_dict(shape),
+        described=shape.to_json(),
         run=run,
         publish_folder=str(folder),
         slots=layout.slots,
@@ -723,7 +723,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
-    """Peft's config of the initial adapter, and the model's layers that have one."""
+    """The config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
         leave_out_pictures,
@@ -1195,7 +1195,7 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Wor
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
-    from groupwise.engine.models.lora import CONFIG, read_lora_config
+    from groupwise.engine.models.lora_config import CONFIG, read_lora_config
     from groupwise.engine.models.tokenizer import load_tokenizer
     from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 
@@ -1220,7 +1220,8 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
-    from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+    from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.models.lora_config import new_lora_config
     from groupwise.engine.models.native.ready import ready_to_learn
     from groupwise.engine.models.native.weights import native_model
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -1256,7 +1257,8 @@ def _adapter_host(
             starting_config,
             warn_of_other_base,
         )
-        from groupwise.engine.models.lora import read_adapter, read_lora_config
+        from groupwise.engine.models.lora import read_adapter
+        from groupwise.engine.models.lora_config import read_lora_config
         from groupwise.engine.sampler.weights import ServedAdapter
 
         model = config.model.model_copy(update={"adapter": spec.start, "adapter_revision": None})
@@ -1320,7 +1322,8 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
     """A new adapter, or the one that the config starts from."""
     from groupwise.engine.learner.weights import TrainedAdapter
     from groupwise.engine.models.adapters import adapter_folder, starting_config, warn_of_other_base
-    from groupwise.engine.models.lora import read_adapter, read_lora_config
+    from groupwise.engine.models.lora import read_adapter
+    from groupwise.engine.models.lora_config import read_lora_config
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
@@ -1332,7 +1335,7 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
 
 def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
-    """The model, prepared for adapters; `shape` is peft's config of adapters without their own."""
+    """The model, prepared for adapters; `shape` is the config of adapters without their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
 

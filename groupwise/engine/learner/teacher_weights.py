@@ -12,7 +12,8 @@ from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.adapters import adapter_folder, starting_config, warn_of_other_base
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, read_adapter, read_lora_config
+from groupwise.engine.models.lora import AdaptedModel, read_adapter
+from groupwise.engine.models.lora_config import read_lora_config
 from groupwise.engine.models.native.weights import native_model
 
 

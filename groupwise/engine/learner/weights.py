@@ -24,13 +24,13 @@ from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import (
-    WEIGHTS,
     AdaptedModel,
     copy_exactly,
     read_adapter,
     refuse_mismatch,
     shapes_of,
 )
+from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.transformers_log import quiet

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.attention_kernels import pinned_kernels
-from groupwise.engine.models.experts import all_rows
+from groupwise.engine.models.experts import all_rows, register_all_rows
 from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
@@ -116,6 +116,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        register_all_rows()
         self._fuse_modules()
         self.body = model.get_decoder()
         self.head = cast("nn.Module", model.get_output_embeddings())

@@ -14,7 +14,8 @@ from groupwise.engine.learner.head import token_numbers
 from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from tests.unit.engine.learner.plain_head import plain_numbers
 from tests.unit.engine.models.native.families import randomised

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
