@@ -1008,7 +1008,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     """Build a sampler without a learner, for weights that another process will publish."""
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter, starting_config
-    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.load import load_base, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
     from groupwise.engine.models.tokenizer import load_tokenizer
     from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
@@ -1016,7 +1016,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = load_base(config.model, layout.dtype, layout.device)
     sampler_weights = ServedModel(model)
     if config.lora:
         shape = starting_config(config.model, config.lora)
@@ -1060,12 +1060,12 @@ def _teacher_factory(
     config: RunConfig, layout: Layout, learner_weights: Any
 ) -> Callable[[LearnerEngine], Teacher] | None:
     """Makes the teacher of a distillation that the learner's process computes; None without one."""
-    from groupwise.engine.learner.teacher import Teacher
-    from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
-
     settings = config.teacher
     if settings is None or settings.type == "endpoint":
         return None
+    from groupwise.engine.learner.teacher import Teacher
+    from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
+
     packing = config.training.packing
     if settings.type == "model":
         model_config = settings.model_config_of(config.model)
@@ -1092,15 +1092,23 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
         from groupwise.engine.backends.unsloth.library import load
 
         return load(config.model, layout.dtype, layout.key_length or None)
-    from groupwise.engine.models.load import load_model
+    from groupwise.engine.models.load import load_base
 
-    return load_model(config.model, layout.dtype, device)
+    return load_base(config.model, layout.dtype, device)
 
 
 def _load_trained_model(config: AnyConfig, layout: Layout, device: str) -> Any:
-    """Load the model for its training: weights that are trained are float32, whatever format they are computed in."""
-    full = config.lora is None
-    return _load_model(config, replace(layout, dtype="float32") if full else layout, device)
+    """Load the model for its training: weights that are trained are float32, whatever format they are computed in.
+
+    Modules whose weights are trained or divided are those of transformers.
+    """
+    from groupwise.engine.models.load import load_model
+
+    if config.lora is None:
+        return load_model(config.model, "float32", device)
+    if layout.parts > 1:
+        return load_model(config.model, layout.dtype, device)
+    return _load_model(config, layout, device)
 
 
 def _shard_device(layout: Layout) -> str | None:
@@ -1152,14 +1160,18 @@ def _prepare_process(layout: Layout) -> None:
 
 def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
-    from groupwise.engine.learner.collective import ProcessGroupGradientSum
-    from groupwise.engine.learner.fsdp import FsdpGradientSum
-    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
-
     if layout.learning == 1:
         return None
+    if layout.parts > 1:
+        from groupwise.engine.learner.fsdp import FsdpGradientSum
+
+        return FsdpGradientSum()
     if layout.apart:
-        return FsdpGradientSum() if layout.parts > 1 else ProcessGroupGradientSum()
+        from groupwise.engine.learner.collective import ProcessGroupGradientSum
+
+        return ProcessGroupGradientSum()
+    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
+
     return SharedMemoryGradientSum(layout.processes, [*learner_weights.parameters().values()])
 
 
@@ -1219,7 +1231,7 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
-    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.load import load_base, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
     from groupwise.engine.models.lora_config import new_lora_config
     from groupwise.engine.models.native.ready import ready_to_learn
@@ -1229,8 +1241,7 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
 
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
-    model.requires_grad_(False)
+    model = load_base(config.model, layout.dtype, layout.device)
     sampler = _build_sampler(config, layout, ServedModel(model), tokenizer)
     native = native_model(model)
     if native is not None:

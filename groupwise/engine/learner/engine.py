@@ -13,9 +13,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import ForwardResult, Paths, choose_paths
+from groupwise.engine.learner.forward import Paths, choose_paths
 from groupwise.engine.learner.layout import Batch, TransformersBatch
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native import varlen

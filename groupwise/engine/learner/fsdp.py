@@ -31,9 +31,8 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import ProcessGroupGradientSum
 from groupwise.engine.learner.engine import Compute, TransformersEngine
-from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import Batch, PackedBatch
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"

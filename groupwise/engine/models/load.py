@@ -23,13 +23,13 @@ from groupwise.engine.models.transformers_log import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    BaseModel = CausalLM | PreTrainedModel
+    CausalModel = CausalLM | PreTrainedModel
     """A model that adapters change or that is sampled: in our own modules, or in those of transformers."""
 
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_base(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> BaseModel:
+def load_base(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> CausalModel:
     """The model for an adapter, or to sample it, as by `load_model`. On a CPU its modules are our own if it is of a native family and its
     files are on this machine, which saves seconds of imports."""
     base = _read_base(config, dtype) if device == "cpu" else None
@@ -153,7 +153,7 @@ def model_folder(config: ModelConfig) -> Path:
     return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
 
 
-def stop_token_ids(model: BaseModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion, according to the model's config, its generation config, or the tokenizer."""
     return _stop_token_ids(model.config, model.generation_config, tokenizer)
 

@@ -38,7 +38,7 @@ from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
 
 if TYPE_CHECKING:
-    from groupwise.engine.models.load import BaseModel
+    from groupwise.engine.models.load import CausalModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ USED_WITHOUT_LAYER = {
 class AdaptedModel:
     """A frozen base with named adapters, each with its own shape."""
 
-    def __init__(self, base: BaseModel, config: AdapterConfig) -> None:
+    def __init__(self, base: CausalModel, config: AdapterConfig) -> None:
         self.base = base
         base.requires_grad_(False)
         self.config = config
@@ -139,7 +139,7 @@ class AdaptedModel:
         copy_exactly(self.parameters(name), tensors, origin)
 
     @contextlib.contextmanager
-    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[BaseModel]:
+    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[CausalModel]:
         """The base with this adapter active (None: the plain base)."""
         assert name is None or name in self.configs, f"there is no adapter {name}"
         previous = self.switch.active, self.switch.dropout
@@ -265,7 +265,7 @@ class AdaptedModel:
         }
 
 
-def layer_kinds(base: BaseModel) -> dict[str, tuple[str, ...]]:
+def layer_kinds(base: CausalModel) -> dict[str, tuple[str, ...]]:
     """The linear layers of a base by their full names, grouped as `attention`, `mlp`, and the output head, `unembed`."""
     head = base.get_output_embeddings()
     kinds: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
@@ -278,7 +278,7 @@ def layer_kinds(base: BaseModel) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(paths) for kind, paths in kinds.items()}
 
 
-def all_linear_names(base: BaseModel, part: nn.Module) -> list[str]:
+def all_linear_names(base: CausalModel, part: nn.Module) -> list[str]:
     """Names of the linear layers that all-linear takes in a part of a model: without the output head, what chooses experts, names that peft
     takes for experts (as in releases of transformers in which each expert had layers of its own), and layers that it does not adapt."""
     head = cast("nn.Module", base.get_output_embeddings())
@@ -300,7 +300,7 @@ def all_linear_names(base: BaseModel, part: nn.Module) -> list[str]:
     return sorted(name for name in names if not _means_experts(base, [name]))
 
 
-def _means_experts(base: BaseModel, targets: str | list[str]) -> bool:
+def _means_experts(base: CausalModel, targets: str | list[str]) -> bool:
     if base.config.model_type in FAMILIES:  # they have none
         return False
     from peft import LoraConfig
@@ -366,7 +366,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return tree_hash(contents(), torch.get_num_threads())
 
 
-def no_target_message(base: BaseModel, problem: str) -> str:
+def no_target_message(base: CausalModel, problem: str) -> str:
     """Message about a problem with `lora.target_modules` that lists the kinds of linear layers of the base."""
     kinds = sorted(
         {

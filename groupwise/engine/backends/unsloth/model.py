@@ -21,9 +21,9 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardResult, whole_rows
+from groupwise.engine.learner.forward import whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
 from groupwise.engine.models.lora import AdaptedModel, no_target_message

@@ -228,7 +228,9 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+        size = config.vocab_size, config.hidden_size
+        # Without a weight it would be initialised, for which torch imports its compiler.
+        self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size, device="meta"))
         self.layers = nn.ModuleList(
             DecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )

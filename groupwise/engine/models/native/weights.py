@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.causal_lm import CausalLM
 from groupwise.engine.models.native.facts import FAMILIES, head_size
 from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Layer, Linear, Part
 
 if TYPE_CHECKING:
-    from groupwise.engine.models.load import BaseModel
+    from groupwise.engine.models.load import CausalModel
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ PRODUCTS = {
 }
 """Transformers' names for the matrices of each product of a layer; the product stacks them in this order."""
 
-_native_models: WeakKeyDictionary[BaseModel, NativeModel | None] = WeakKeyDictionary()
+_native_models: WeakKeyDictionary[CausalModel, NativeModel | None] = WeakKeyDictionary()
 
 PROBE = 32
 """Tokens of the text on which native and transformers' logits are compared."""
@@ -76,7 +77,7 @@ class NativeModel:
     model's by `shift`.
     """
 
-    def __init__(self, model: BaseModel, *, check: bool = True) -> None:
+    def __init__(self, model: CausalModel, *, check: bool = True) -> None:
         """Raise ValueError if `refusal` gives a reason, or, with `check`, if the logits differ from the model's own."""
         reason = refusal(model)
         if reason:
@@ -118,7 +119,7 @@ class NativeModel:
                 self._shift_head(logits_NV)
 
     @torch.no_grad()
-    def take_weights(self, model: BaseModel) -> None:
+    def take_weights(self, model: CausalModel) -> None:
         """Take the weights that the model has now, in the same memory, which recordings read: those that are no views of its modules'."""
         modules, body = dict(model.named_modules()), cast("Any", model.get_decoder())
         for linear in self.products:
@@ -279,7 +280,7 @@ class NativeModel:
         return Linear(parts, weight, torch.cat(biases))
 
     @torch.no_grad()
-    def _probe_logits(self, model: BaseModel | None) -> Tensor:
+    def _probe_logits(self, model: CausalModel | None) -> Tensor:
         """Logits of a fixed text; raises ValueError if `model` is given and its logits differ."""
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
         ours_NV = plain_logits(self, ids_N)
@@ -307,14 +308,15 @@ class NativeModel:
         self.head.bias_O.sub_(self.shift)
 
 
-def native_model(model: BaseModel, *, anew: bool = False) -> NativeModel | None:
+def native_model(model: CausalModel, *, anew: bool = False) -> NativeModel | None:
     """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
     It is built once for each model. With `anew` it takes the model's weights, which have changed since.
     """
     if model not in _native_models:
         try:
-            _native_models[model] = NativeModel(model)
+            # Our own modules are tested to compute what transformers' do, and their forward pass would import these.
+            _native_models[model] = NativeModel(model, check=not isinstance(model, CausalLM))
         except ValueError as error:
             logger.warning(
                 "this model is sampled and trained by transformers' modules, which is slower: %s",
@@ -326,7 +328,7 @@ def native_model(model: BaseModel, *, anew: bool = False) -> NativeModel | None:
     return _native_models[model]
 
 
-def refusal(model: BaseModel) -> str | None:
+def refusal(model: CausalModel) -> str | None:
     """Why this model cannot be computed natively; None if it can."""
     config: Any = model.config
     if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
@@ -350,7 +352,7 @@ def refusal(model: BaseModel) -> str | None:
     return _unreadable(model)
 
 
-def _unreadable(model: BaseModel) -> str | None:
+def _unreadable(model: CausalModel) -> str | None:
     """Why one of its weights is not a plain matrix in the model's number format, e.g. in a quantised model; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
@@ -361,7 +363,7 @@ def _unreadable(model: BaseModel) -> str | None:
     return None
 
 
-def _matrices(model: BaseModel) -> Iterator[tuple[str, Any]]:
+def _matrices(model: CausalModel) -> Iterator[tuple[str, Any]]:
     """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for messages."""
     body: Any = model.get_decoder()
     for number, layer in enumerate(body.layers):

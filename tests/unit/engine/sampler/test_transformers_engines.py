@@ -25,7 +25,7 @@ from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.lora import AdaptedModel
 from groupwise.engine.models.lora_config import new_lora_config
-from groupwise.engine.sampler.row_engine import RowEngine
+from groupwise.engine.sampler.transformers_engines import RowEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
