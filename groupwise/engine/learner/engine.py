@@ -19,6 +19,7 @@ from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native import varlen
+from groupwise.engine.models.native.causal_lm import DecoderLayer
 from groupwise.engine.models.native.facts import head_size
 
 Compute = Callable[[Any, ForwardOutputs], ForwardResult]
@@ -68,7 +69,8 @@ class TransformersEngine:
         self._layers = [
             module
             for module in weights.model.modules()
-            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+            if gradient_checkpointing
+            and isinstance(module, GradientCheckpointingLayer | DecoderLayer)
         ]
 
     def cut(

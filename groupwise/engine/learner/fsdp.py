@@ -73,7 +73,7 @@ class FsdpEngine:
         if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *references):
-            _shard_model(model, mesh, weights.undivided())
+            _shard_model(cast("PreTrainedModel", model), mesh, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""

@@ -1,6 +1,6 @@
 """Computes the shapes of a Llama, Mistral, Qwen2 or Qwen3 from its config.json and nothing else.
 
-A dry run and `groupwise check` need only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
+A dry run and `groupwise check` need only counts and limits of a model, and torch and transformers' models take seconds to import.
 `read_decoder` returns None if transformers might build another model from the file than this module counts: another family, a missing key,
 anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.meta_model`); errors in the config are
 reported there.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,19 +44,14 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
         return None
     with explaining_errors(config, resolved, "model"):
         tensors = read_model_tensors(folder)
-    base = _hollow_base(content, folder)
+    generation = folder / GENERATION_CONFIG
+    stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    base = CausalLM(config_from_json(content, str(folder)), stops)
     if base.config.tie_word_embeddings and "lm_head.weight" in tensors:
         return None  # transformers decides whether they are tied
     number_format = getattr(torch, dtype)
     converted = {name: tensor.to(number_format) for name, tensor in tensors.items()}
     return base if base.take_tensors(converted) else None
-
-
-def _hollow_base(content: Mapping[str, Any], folder: Path) -> CausalLM:
-    """The model in our own modules, without storage."""
-    generation = folder / GENERATION_CONFIG
-    stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return CausalLM(config_from_json(content, str(folder)), stops)
 
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
@@ -92,7 +86,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
     return model.eval()
 
 
-def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def stored_tensors(model: CausalModel, folder: Path) -> dict[str, Tensor]:
     """The trained tensors of a whole model's files, by the names that they have in `model`.
 
     Transformers stores each expert by itself, as the model was published, and puts the experts of a layer together when it loads them.
@@ -134,8 +128,11 @@ def text_config_of(config: ModelConfig) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": getattr(hf_config, "tie_word_embeddings", False)}
 
 
-def meta_model(config: ModelConfig) -> PreTrainedModel:
+def meta_model(config: ModelConfig) -> CausalModel:
     """The model without storage for its weights (on the meta device), for names, shapes and counts."""
+    content = read_config(config)
+    if content is not None:
+        return CausalLM(config_from_json(content, config.name))
     from transformers import AutoModelForCausalLM
 
     hf_config = read_model_config(config)

@@ -82,7 +82,7 @@ class ExactLoraLinear(LoraLayer):
     @property
     def weight(self) -> nn.Parameter:
         """The base's weight, which some models read from a layer."""
-        return cast("nn.Linear", self.base_layer).weight
+        return cast("nn.Parameter", self.base_layer.weight)
 
     @property
     def bias(self) -> nn.Parameter | None:

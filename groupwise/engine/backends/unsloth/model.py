@@ -60,6 +60,7 @@ class UnslothModel(AdaptedModel):
         self, base: PreTrainedModel, config: AdapterConfig, *, gradient_checkpointing: bool
     ) -> None:
         super().__init__(base, config)
+        self._model = base
         self._alone = threading.RLock()
         try:
             self._peft: PeftModel = library.adapt(
@@ -76,7 +77,7 @@ class UnslothModel(AdaptedModel):
             previous = self.switch.active
             self._activate(name)
             try:
-                yield self.base
+                yield self._model
             finally:
                 self._activate(previous)
 
@@ -95,7 +96,9 @@ class UnslothModel(AdaptedModel):
             if library.FIRST_ADAPTER in self._peft.peft_config:
                 self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
                 self._peft.delete_adapter(library.FIRST_ADAPTER)
-        config.target_modules = self._peft.peft_config[name].target_modules  # all-linear, resolved
+        config.target_modules = cast(
+            "Any", self._peft.peft_config[name]
+        ).target_modules  # all-linear, resolved
         self.configs[name] = config
         self._update_layers()
         for parameter in self.parameters(name).values():
@@ -185,7 +188,7 @@ class UnslothEngine:
             self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
         )
         with acting:
-            library.learning(self._weights.model)
+            library.learning(cast("PreTrainedModel", self._weights.model))
             yield compute
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:

@@ -124,7 +124,7 @@ def test_without_a_gradient_the_numbers_are_the_same(kind):
 def test_dropout_of_an_adapter_drops_the_same_in_both_passes():
     made = Head("adapted")
     module: Any = made.decoder.head
-    module.lora_dropout["policy"] = nn.Dropout(0.5)
+    module.dropout["policy"] = 0.5
     module.switch.dropout = True
     torch.manual_seed(3)
     mine = hidden()

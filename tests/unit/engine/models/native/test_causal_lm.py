@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.engine.models.config import ModelConfig
+from groupwise.core.types import LossSpec
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_base, load_model
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.native.causal_lm import CausalLM
 from groupwise.engine.models.native.facts import head_size
-from tests.unit.engine.models.native.families import FAMILIES, family
+from tests.unit.engine.learner.native.test_engine import rows_of
+from tests.unit.engine.models.native.families import FAMILIES, family, in_own_modules
 
 OLD = {"rope_parameters": None, "dtype": None, "layer_types": None, "rms_norm_eps": None}
 """Keys that older files have under other names, or not at all."""
@@ -53,3 +59,40 @@ def test_it_computes_what_transformers_does(name, changes, tmp_path):
     gradients = [dict(model.named_parameters()) for model in (ours, theirs)]
     for key, parameter in gradients[0].items():
         torch.testing.assert_close(parameter.grad, gradients[1][key].grad, atol=1e-5, rtol=1e-4)
+
+
+def rows_adapter(model, **settings) -> TrainedAdapter:
+    """An adapter that changes something."""
+    weights = TrainedAdapter(
+        AdaptedModel(model, new_lora_config(LoraConfig(r=4, **settings))), seed=1
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in weights.parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return weights
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{"dropout": 0.5}, {"target_modules": ("q_proj", "up_proj", "lm_head")}], ids=str
+)
+async def test_what_the_native_engine_does_not_compute_is_learnt_by_modules(
+    settings, recomputed, tmp_path
+):
+    """As over transformers' modules, to rounding."""
+    found = []
+    for change in (in_own_modules, lambda model: model):
+        weights = rows_adapter(change(family("qwen3")), **settings)
+        learner = TorchLearner(
+            weights,
+            run="r",
+            publish_folder=tmp_path,
+            seed=1,
+            max_tokens_per_microbatch=4096,
+            gradient_checkpointing=recomputed,
+        )
+        torch.manual_seed(3)  # of dropout
+        sums = await learner.forward_backward(rows_of(below=90), LossSpec("sft"), {"sft": 40.0})
+        found.append((sums, {name: each.grad for name, each in weights.parameters().items()}))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
