@@ -64,7 +64,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     generator = torch.Generator().manual_seed(1)
     down, up = layer.factors("policy")
     base = layer.get_base_layer().weight
-    of_peft_layer = PeftLinear(
+    of_peft_layer: Any = PeftLinear(
         layer.get_base_layer(), "policy", config.as_peft(), r=16, lora_alpha=32
     )
     with torch.no_grad():

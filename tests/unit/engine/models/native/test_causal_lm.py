@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def model_of(folder: Path, name: str, **changes) -> ModelConfig:
 ])  # fmt: skip
 def test_it_computes_what_transformers_does(name, changes, tmp_path):
     config = model_of(tmp_path, name, **changes)
-    ours, theirs = load_base(config, "float32"), load_model(config, "float32")
+    ours: Any = load_base(config, "float32")
+    theirs: Any = load_model(config, "float32")
     assert isinstance(ours, CausalLM)
     wanted = theirs.state_dict()
     assert [*ours.state_dict()] == [*wanted]
