@@ -42,15 +42,18 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
     stored = any((folder / name).is_file() for name in (FULL_WEIGHTS, INDEX))
     if content is None or not resolved.local or not stored:
         return None
-    with explaining_errors(config, resolved, "model"):
-        tensors = read_model_tensors(folder)
     generation = folder / GENERATION_CONFIG
-    stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    try:
+        tensors = read_model_tensors(folder)
+        stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    except ModelError:
+        return None
     base = CausalLM(config_from_json(content, str(folder)), stops)
     if base.config.tie_word_embeddings and "lm_head.weight" in tensors:
         return None  # transformers decides whether they are tied
-    number_format = getattr(torch, dtype)
-    converted = {name: tensor.to(number_format) for name, tensor in tensors.items()}
+    with explaining_errors(config, resolved, "model"):
+        number_format = getattr(torch, dtype)
+        converted = {name: tensor.to(number_format) for name, tensor in tensors.items()}
     return base if base.take_tensors(converted) else None
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from groupwise.core.errors import ModelError
 from groupwise.core.types import LossSpec
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.files import FULL_WEIGHTS
 from groupwise.engine.models.load import load_base, load_model
 from groupwise.engine.models.lora import AdaptedModel
 from groupwise.engine.models.lora_config import new_lora_config
@@ -61,6 +64,25 @@ def test_it_computes_what_transformers_does(name, changes, tmp_path):
     gradients = [dict(model.named_parameters()) for model in (ours, theirs)]
     for key, parameter in gradients[0].items():
         torch.testing.assert_close(parameter.grad, gradients[1][key].grad, atol=1e-5, rtol=1e-4)
+
+
+def test_what_our_modules_may_not_be_for_is_left_to_transformers(tmp_path):
+    """Another kind of positions, a stored head that the config ties, and files that lack something: it knows, or says what is wrong."""
+    assert not isinstance(load_base(model_of(tmp_path / "yarn", "llama-yarn"), "float32"), CausalLM)
+    config = model_of(tmp_path / "tied", "llama-mha-tied")
+    file = tmp_path / "tied" / FULL_WEIGHTS
+    stored = load_file(file)
+    save_file({**stored, "lm_head.weight": torch.ones(96, 32)}, file)
+    base = load_base(config, "float32")
+    assert not isinstance(base, CausalLM)
+    assert torch.equal(
+        base.get_output_embeddings().weight,
+        load_model(config, "float32").get_output_embeddings().weight,
+    )
+    del stored["model.norm.weight"]
+    save_file(stored, file)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        load_base(config, "float32")
 
 
 def rows_adapter(model, **settings) -> TrainedAdapter:
