@@ -5,7 +5,7 @@ WORKERS ?= 2
 # Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
-STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/environments integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/real_vllm integration/web unit/jobs/fleet unit/jobs/hosts)
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration acceptance unit/jobs/fleet unit/jobs/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 TESTING := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -34,7 +34,7 @@ NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
 NEEDS_vllm := $(ENVIRONMENT) vllm && $(ENVIRONMENT) vllm-oldest &&
 NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check docs screenshots fix bench soak gpu gpu-bundle sbom audit clean
+.PHONY: help setup quickstart tour test test-runs test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check docs screenshots fix bench soak gpu gpu-bundle sbom audit clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -44,8 +44,10 @@ quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
 	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
-test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm, test-environments and test-web
-	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not vllm and not environments and not web and not soak and not gpu" $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-runs, test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm, test-environments and test-web
+	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not fleet and not launch and not server and not tunix and not soak and not gpu" $(ARGS)
+test-runs: ## run the tests of whole runs: commands that train, are killed, resume and learn
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "runs and not soak and not gpu" $(ARGS) $(wildcard tests/integration/test_*.py) tests/acceptance
 test-server: ## run the tests of the training server that start it, and kill it; programs of tinker-cookbook and of OpenAI's clients among them (made first: 2.1 GB)
 	$(READY) && $(BIN)/python scripts/real_environment.py cookbook && $(BIN)/python scripts/real_environment.py agents && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)

@@ -20,6 +20,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts
 from groupwise.jobs.fleet.files.artefacts import Collector
@@ -31,7 +32,6 @@ from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.states import FINAL, Contact
 from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.fleet.up import freeze_imported_objects
 from groupwise.jobs.hosts.files import BlobStore
 from tests.fake_hosts import FakeHosts, Script

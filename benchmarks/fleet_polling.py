@@ -27,12 +27,12 @@ from typing import Any
 import asyncssh
 from sqlalchemy import func, insert, select
 
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.store import database as databases
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 GPUS = 8

@@ -109,6 +109,7 @@ OWN_STAGES = {
     "cookbook": "server",
 }
 """Folders of `integration`, and the markers of their tests."""
+STAGES = frozenset({*OWN_STAGES.values(), "fleet"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -126,6 +127,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for folder, stage in OWN_STAGES.items():
             if name.startswith(f"integration/{folder}/"):
                 item.add_marker(stage)
+        if name.startswith(("integration/", "acceptance/")) and not any(
+            map(item.get_closest_marker, STAGES)
+        ):
+            item.add_marker("runs")
         if name.startswith(FLEET_FOLDERS):
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:

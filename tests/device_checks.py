@@ -25,6 +25,7 @@ from transformers import GemmaConfig, Qwen3Config, Qwen3MoeConfig
 
 import groupwise
 from benchmarks.gpu import SIZES
+from groupwise.algorithms.sft import Sft
 from groupwise.core.types import (
     Completion,
     GroupRequest,
@@ -63,6 +64,7 @@ from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedW
 from groupwise.runs.store import Store
 from tests.integration import toy_run
 from tests.processes import wait_until_async
+from tests.unit.engine.learner import test_routing_replay
 from tests.unit.engine.learner.native import test_attention
 from tests.unit.engine.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
 from tests.unit.engine.models.native.families import (
@@ -471,6 +473,36 @@ def adapters_of_experts_have_the_gradients_of_a_processor(
     near = 1e-3 if dtype == torch.float32 else 0.1
     for mine, theirs in zip(found, wanted, strict=True):
         assert float((mine - theirs).norm()) < near * float(theirs.norm())
+
+
+def replayed_experts_have_the_gradients_of_a_processor(case: DeviceCase, dtype: Dtype) -> None:
+    """As far as rounding goes, because both use the same experts; those of the routers, too."""
+    config = Qwen3MoeConfig(**{**SMALL, **test_routing_replay.QWEN, "head_dim": 8})
+    rows = [
+        test_routing_replay.with_choices(
+            row, test_routing_replay.random_choices(row, config.num_hidden_layers, number)
+        )
+        for number, row in enumerate(rows_of(below=90))
+    ]
+
+    def computed(device: torch.device, dtype: Dtype) -> dict[str, Tensor]:
+        learner = TorchLearner(
+            TrainedModel(made(config).to(device), dtype=dtype),
+            run="r",
+            publish_folder=case.folder,
+            max_tokens_per_microbatch=200,
+            seed=0,
+            routing_replay=True,
+        )
+        asyncio.run(learner.forward_backward(rows, Sft().loss_spec(), {"sft": 40.0}))
+        found = ((key, each.grad) for key, each in learner._weights.parameters().items())
+        return {key: each.cpu() for key, each in found if each is not None}
+
+    found, wanted = computed(case.device, dtype), computed(torch.device("cpu"), "float32")
+    near = 1e-3 if dtype == "float32" else 0.1
+    assert float(wanted["model.layers.1.mlp.gate.weight"].norm()) > 0
+    for key, expected in wanted.items():
+        assert float((found[key] - expected).norm()) < near * float(expected.norm()), key
 
 
 def one_head_of_keys_is_that_of_a_processor(case: DeviceCase, dtype: torch.dtype) -> None:

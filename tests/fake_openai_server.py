@@ -9,6 +9,7 @@ may answer in its place: with a failure, or never.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Generator
@@ -160,9 +161,14 @@ class Service:
             for number, each in enumerate(written)
         ]
         tokens = sum(each.tokens for each in written)
-        usage = {"prompt_tokens": length, "completion_tokens": tokens}
+        usage = {
+            "prompt_tokens": length,
+            "completion_tokens": tokens,
+            "total_tokens": length + tokens,
+        }
         self.answered.append(body)
-        return JSONResponse({"model": body["model"], "choices": choices, "usage": usage})
+        answer = {"model": body["model"], "choices": choices, "usage": usage}
+        return _as_stream(answer) if body.get("stream") else JSONResponse(answer)
 
     def _wanted(self, body: dict[str, Any], field: str) -> Asked:
         wanted = min(body.get("n", 1), self._most or body.get("n", 1))
@@ -180,6 +186,19 @@ class Service:
         if self._key is None or request.headers.get("Authorization") == f"Bearer {self._key}":
             return None
         return _error(401, "Incorrect API key provided.")
+
+
+def _as_stream(answer: dict[str, Any]) -> Response:
+    """The answer to a chat as a stream: an event with the texts, and one that ends them."""
+    said = [{"index": choice["index"], "delta": choice["message"]} for choice in answer["choices"]]
+    ended = [
+        {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        for choice in answer["choices"]
+    ]
+    shared = {**answer, "id": "stream", "object": "chat.completion.chunk", "created": 0}
+    events = [json.dumps({**shared, "choices": choices}) for choices in (said, ended)]
+    text = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
+    return Response(text, media_type="text/event-stream")
 
 
 def _error(status: int, message: str) -> Response:

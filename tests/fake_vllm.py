@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--weight-transfer-config", type=json.loads)
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--max-num-batched-tokens", type=int)
-    for name in ("enable-lora", "no-enable-chunked-prefill", "enable-sleep-mode"):
+    flags = ("enable-lora", "no-enable-chunked-prefill", "enable-sleep-mode")
+    for name in (*flags, "enable-return-routed-experts"):
         parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_args()
     assert given.enable_lora == (os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1")

@@ -18,14 +18,16 @@ import json
 import pickle
 import socket
 import threading
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -36,6 +38,7 @@ from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
+from groupwise.engine.models.experts import experts_of, routed_blocks
 from groupwise.engine.models.files import FULL_WEIGHTS, read_model_tensors, write_tensors
 from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.lora_config import CONFIG, read_lora_config
@@ -94,6 +97,8 @@ class Settings:
     ignores_adapters: bool = False
     """It lists them only."""
     key: str | None = None
+    returns_experts: bool = False
+    """--enable-return-routed-experts."""
 
 
 class VllmServer:
@@ -434,12 +439,41 @@ class VllmServer:
                 ],
             }
         with_ids = body.get("return_token_ids")
+        experts = (
+            self._experts(serving, [*body["prompt"], *ids]) if self.set.returns_experts else None
+        )
         return {
+            "routed_experts": experts,
             "text": text, "logprobs": told, "finish_reason": reason,
             "stop_reason": stop_reason, "prompt_logprobs": await self._prompt_logprobs(serving, body),
             "prompt_token_ids": body["prompt"] if with_ids else None,
             "token_ids": ids if with_ids else None,
         }  # fmt: skip
+
+    def _experts(self, serving: Serving, tokens: list[int]) -> str:
+        """The experts of all tokens but the last, as a NumPy file in base64; uint8, as of the newest releases."""
+        model = serving.weights.model
+        chosen_TLK = torch.zeros(
+            len(tokens) - 1, model.config.num_hidden_layers, model.config.num_experts_per_tok
+        )
+
+        def note(layer: int) -> Callable[..., None]:
+            def hook(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+                chosen_TLK[:, layer] = given[1]
+
+            return hook
+
+        hooks = [
+            next(iter(experts_of(block).values())).register_forward_pre_hook(note(layer))
+            for layer, block in routed_blocks(model).items()
+        ]
+        with torch.inference_mode(), serving.weights.acting():
+            model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        file = BytesIO()
+        numpy.save(file, chosen_TLK.to(torch.uint8).numpy())
+        return b64encode(file.getvalue()).decode()
 
     async def _prompt_logprobs(self, serving: Serving, body: Body) -> list[Any] | None:
         """As vLLM has them: the prompt's token and the most probable ones at each position, by their ids as text."""

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import httpx2
 
-from groupwise.server.app import make_app
 from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_error
@@ -19,6 +18,7 @@ from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
+from groupwise.server.serve import make_app
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 

@@ -127,6 +127,20 @@ class Letters:
         await asyncio.to_thread(chat, call, [{"role": "user", "content": "x"}])
         return {"rewards": [{"name": "r", "value": "a million"}]}
 
+    async def lies_about_infinity(self, call: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.to_thread(chat, call, [{"role": "user", "content": "x"}])
+        return {"rewards": [{"name": "r", "value": float("nan")}]}
+
+    async def quotes_an_encyclopedia(self, call: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.to_thread(chat, call, [{"role": "user", "content": "x" * 10_000_000}])
+        return {}
+
+    async def floods(self, call: dict[str, Any]) -> dict[str, Any]:
+        for stream in (sys.stdout, sys.stderr):
+            stream.write('{"id": 0, "result": {}}\n' * 200_000)
+            stream.flush()
+        return await self.play(call)
+
     async def never_asks(self, call: dict[str, Any]) -> dict[str, Any]:
         return {"rewards": [{"name": "r", "value": 1.0}]}
 

@@ -277,8 +277,24 @@ class GroupRelative(NeedsNothing, ABC):
                 else None
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             )
-            for group, advantages in zip(groups, self.advantages(groups), strict=True)
+            for group, advantages in zip(groups, self._checked_advantages(groups), strict=True)
         )
+
+    def _checked_advantages(self, groups: Sequence[Group]) -> Advantages:
+        """The advantages of a step. Raises ValueError for those of a user's class that are not one number or None for each rollout."""
+        advantages = self.advantages(groups)
+        expected, found = [len(group.rollouts) for group in groups], [*map(len, advantages)]
+        if found != expected:
+            raise ValueError(
+                f"{self.name}: `advantages` returned tuples of {found} values for groups of {expected} rollouts; return a tuple for each "
+                "group, with a value for each of its rollouts, None for those that were not scored."
+            )
+        for value in (value for values in advantages for value in values if value is not None):
+            if not isinstance(value, float | int) or not math.isfinite(value):
+                raise ValueError(
+                    f"{self.name}: `advantages` returned {value!r}; expected a finite float, or None for a rollout that was not scored."
+                )
+        return advantages
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
         """The algorithm's denominator for policy and KL; the number of trained tokens for the entropy."""
@@ -329,6 +345,11 @@ class GroupRelative(NeedsNothing, ABC):
         old = batch.proximal_logprobs if self.needs_proximal else sampled
         log_ratio = ops.masked_difference(batch.policy_logprobs_BT, old.detach(), mask)
         surrogate, stats = self.surrogate(batch, log_ratio)
+        if surrogate.shape != mask.shape:
+            raise ValueError(
+                f"{self.name}: `surrogate` returned a tensor of shape {tuple(surrogate.shape)} for a batch of shape {tuple(mask.shape)} "
+                "(rows, tokens); return one value for each token."
+            )
         gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
         stats |= {**ops.token_stats(batch), "logprob_gap": gap.detach().abs()}
         weights: Tensor = 1.0

@@ -83,6 +83,10 @@ def _expected_kind(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | No
         return None if isinstance(value, bool) else "true or false"
     if value is None and type(None) in options:
         return None
+    if hint is str:
+        return None if isinstance(value, str) else "text"
+    if not {int, float} & {hint, *options}:
+        return "a number, text, true or false, or one of a Literal; a knob is nothing else"
     kind, words = (
         (float, "a finite number") if float in (hint, *options) else (int, "a whole number")
     )

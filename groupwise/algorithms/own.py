@@ -39,8 +39,7 @@ def load_own(name: str, *, again: bool = False) -> type[GroupRelative]:
     digest = file_digest(name) if Path(file).expanduser().is_file() else ""
     if full_name not in _loaded or _loaded[full_name][0] != digest:
         kind = plugins.load(full_name, kind="algorithm", instantiate=False).object
-        _check(kind, name)
-        kind.name = full_name
+        _check(kind, name, full_name)
         _loaded[full_name] = digest, kind
     return _loaded[full_name][1]
 
@@ -60,7 +59,8 @@ def refuse_own(name: object) -> None:
         )
 
 
-def _check(kind: Any, name: str) -> None:
+def _check(kind: Any, name: str, full_name: str) -> None:
+    """Give the class its full name. Raises TaskError if it is no algorithm, or cannot be made from its defaults."""
     base = f"{GroupRelative.__module__}.{GroupRelative.__name__}"
     if not inspect.isclass(kind) or not issubclass(kind, GroupRelative):
         raise TaskError(
@@ -79,5 +79,13 @@ def _check(kind: Any, name: str) -> None:
     for knob in fields(kind):
         if knob.default is MISSING:
             raise TaskError(
-                f"algorithm.type is {name}, whose knob {knob.name} has no default; give it one, so that a config may leave it out."
+                f"algorithm.type is {name}, whose knob {knob.name} has no default value; give it one (default=…), so that a config may "
+                "leave it out."
             )
+    kind.name = full_name
+    try:
+        kind()
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"algorithm.type is {name}, which cannot be made from the defaults of its knobs: {error}"
+        ) from error

@@ -14,17 +14,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from groupwise.cli.check import check
-from groupwise.cli.doctor import doctor
+from groupwise.cli.check import check, doctor
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch import fetch_model, fetch_tunix
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
 from groupwise.cli.options import command
 from groupwise.cli.output import PROGRAM, Stopped, run_command
-from groupwise.cli.rl import rl
+from groupwise.cli.rl import rl, sft
 from groupwise.cli.serve import serve
-from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
 
@@ -146,13 +144,17 @@ command(app, "serve")(serve)
 command(app, "web")(web)
 command(app, "fetch-model")(fetch_model)
 command(app, "fetch-tunix")(fetch_tunix)
-for name, summary in (
-    ("environments", "Environments of other libraries: install, list, remove."),
-    ("runs", "Runs: list, show, plot, compare, rescore, replay, export."),
-    ("fleet", "Jobs on many machines: up, submit, list, logs, vm."),
-    ("launch", "Run a command on another machine: local, ssh, logs, fetch, stop, resume."),
+for name, module, summary in (
+    ("environments", "environments", "Environments of other libraries: install, list, remove."),
+    ("runs", "runs.app", "Runs: list, show, plot, compare, rescore, replay, export."),
+    ("fleet", "fleet.app", "Jobs on many machines: up, submit, list, logs, vm."),
+    (
+        "launch",
+        "launch.app",
+        "Run a command on another machine: local, ssh, logs, fetch, stop, resume.",
+    ),
 ):
-    group = type(f"{name}_group", (LazyGroup,), {"module": f"groupwise.cli.{name}.app"})
+    group = type(f"{name}_group", (LazyGroup,), {"module": f"groupwise.cli.{module}"})
     app.add_typer(
         typer.Typer(cls=group, no_args_is_help=True, rich_markup_mode=None), name=name, help=summary
     )

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TextIO, cast
 import typer
 
 from groupwise.core.atomic_files import without_nan
-from groupwise.core.errors import GroupwiseError
+from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.terminal.text import clean
 from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
@@ -43,6 +43,14 @@ _CPU_TORCH = (
 def collect_seldom() -> None:
     """Collect garbage rarely, in commands that make no run: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
+
+
+def require_packages(subject: str, extra: str, *packages: str, advice: str = "") -> None:
+    """Raise UsageError unless the packages are installed that `subject` needs; `extra` of groupwise brings them."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise UsageError(f"{subject} needs {names}: pip install '{PROGRAM}[{extra}]'.{advice}")
 
 
 def write_json(data: Any) -> None:

@@ -85,17 +85,13 @@ def serve(
 
 def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
-    from importlib.util import find_spec
 
-    from groupwise.core.errors import UsageError
+    from groupwise.cli.output import require_packages
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)
-    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."
-        )
+    packages, advice = ("fastapi", "uvicorn", "jinja2"), " Clients need none of them."
+    require_packages("The server", "server", *packages, advice=advice)
     from groupwise.server.serve import read_start, serve
 
     request = None if start_with is None else read_start(start_with)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli.options import flag, option
-from groupwise.cli.output import say
+from groupwise.cli.output import require_packages, say
 
 if TYPE_CHECKING:
     from groupwise.dashboard.sources.fleet import WatchedFleet
     from groupwise.dashboard.sources.server import WatchedServer
+
+
+DASHBOARD_PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
 def web(
@@ -51,7 +54,7 @@ def web(
 
     from groupwise.api.schemas.keys import VARIABLE
 
-    expect_dashboard()
+    require_packages("The dashboard", "web", *DASHBOARD_PACKAGES)
     from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
@@ -70,30 +73,17 @@ def web(
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
 
 
-def expect_dashboard() -> None:
-    """Raise UsageError if the packages of the dashboard are not installed."""
-    from importlib.util import find_spec
-
-    from groupwise.core.errors import UsageError
-
-    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
-        )
-
-
 @contextmanager
 def _watched_fleet(address: str | None) -> Generator[WatchedFleet | None]:
     """The fleet to show; None if none was requested."""
     if address is None:
         yield None
         return
-    from groupwise.cli.fleet.access import fleet, require_installed
+    from groupwise.cli.fleet.access import PACKAGES, fleet
     from groupwise.dashboard.sources.cached_values import ending
     from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
-    require_installed()
+    require_packages("A fleet", "fleet", *PACKAGES)
     with fleet(address, timeout=TIMEOUT) as client, ending(WatchedFleet(client)) as watched:
         yield watched
 

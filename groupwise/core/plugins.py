@@ -46,6 +46,8 @@ _OTHER_PIP_NAMES = {
 }
 """Import names of packages whose name on PyPI is different."""
 
+MOST_NAMES = 20
+"""Names that a message lists at most."""
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _LIBRARY_FOLDERS = tuple(
     str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")
@@ -202,7 +204,7 @@ def _resolve_plugin(
             close = nearest(name, public)
             hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
             raise TaskError(
-                f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_list_names(public)}."
+                f"{source} has no `{name}`, which should be the {kind}.{hint} It has: {_list_names(public)}."
             )
         target = getattr(target, name)
     if inspect.isclass(target) and instantiate:
@@ -367,10 +369,10 @@ def _unknown_plugin_message(
     return "\n".join(lines)
 
 
-def _list_names(names: Iterable[str], limit: int = 20) -> str:
+def _list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    suffix = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + suffix if ordered else "none"
+    suffix = f" and {len(ordered) - MOST_NAMES} more" if len(ordered) > MOST_NAMES else ""
+    return ", ".join(ordered[:MOST_NAMES]) + suffix if ordered else "none"
 
 
 def _is_users_file(name: str) -> bool:

@@ -173,6 +173,44 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterShape:
+    """What a choice of experts must look like for a model with a mixture of experts."""
+
+    layers: int
+    """All layers of the model, also those without experts."""
+    with_experts: tuple[int, ...]
+    """The indices of the layers that have experts."""
+    experts: int
+    """Experts of a layer."""
+    top_k: int
+    """Experts that a token uses in each of these layers."""
+
+
+@with_config(ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that a sampler chose for consecutive tokens of a row, whose prompt is part of it."""
+
+    first: int
+    """Index of the first of these tokens, from 0 at the start of the prompt."""
+    shape: tuple[int, int, int]
+    """Tokens, layers of the model, and experts of a token in a layer. What stands in layers without experts means nothing."""
+    indices: bytes
+    """The indices of the experts in that order, as uint8, or as little-endian uint16 if a layer has more than 256 experts."""
+
+    @property
+    def end(self) -> int:
+        """Index after the last of these tokens."""
+        return self.first + self.shape[0]
+
+    def part(self, first: int, end: int) -> RoutedExperts:
+        """Those of the tokens from `first` to before `end`, both of which are within these tokens."""
+        size = len(self.indices) // self.shape[0]
+        indices = self.indices[(first - self.first) * size : (end - self.first) * size]
+        return RoutedExperts(first, (end - first, *self.shape[1:]), indices)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The sampler's draw for one member."""
 
@@ -188,6 +226,8 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """The most probable tokens at each position if `GroupRequest.top_logprobs` is set, under the distribution that was sampled. Tokens that
     could not be drawn are left out."""
+    routed_experts: RoutedExperts | None = None
+    """The experts of all tokens of prompt and completion but the last, which was never an input; None if the sampler returned none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +264,8 @@ class Segment:
     """Log-probabilities (nats) of these tokens as the endpoint of the teacher gave them; None without one."""
     teacher_top: tuple[TopLogprobs, ...] = ()
     """The teacher's most probable tokens at each of these places, if they were asked for."""
+    routed_experts: RoutedExperts | None = None
+    """Like `Completion.routed_experts`. The record does not have them; see `groupwise.runs.routed_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,13 +449,15 @@ class Row:
     """What the teacher sees in place of `prompt_ids`; None: the same."""
     teacher_logprobs: tuple[float, ...] | None = None
     """Log-probabilities (nats) under the teacher, as long as `target_ids`; None if the learner computes its distributions itself."""
+    routed_experts: tuple[RoutedExperts, ...] = ()
+    """The experts that the policy's pass replays, in the order of their tokens. Other tokens get those that the learner chooses."""
 
     @property
     def as_taught(self) -> Row:
         """The row as the teacher sees it."""
         if self.teacher_prompt_ids is None:
             return self
-        return replace(self, prompt_ids=self.teacher_prompt_ids)
+        return replace(self, prompt_ids=self.teacher_prompt_ids, routed_experts=())
 
     @property
     def target_ids(self) -> tuple[int, ...]:

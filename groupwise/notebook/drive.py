@@ -107,7 +107,7 @@ def bring_back(mirror_folder: Path, run: Path) -> list[str]:
             copy = own_folder / CHECKPOINTS / checkpoint.path.name
             _copy_folder(checkpoint.path, copy)
             try:
-                checkpoints.read(copy).verify()
+                checkpoints.read(copy).verify(carried=True)
             except CheckpointError:
                 atomic_files.remove_folder(copy)
                 continue

@@ -28,6 +28,8 @@ FORMAT = 1
 """Version of the manifest and its meaning. A manifest with a higher one is refused: a newer release wrote it."""
 
 MANIFEST = "manifest.json"
+CARRIED = "run"
+"""Folder within a checkpoint of the files that only a run without its record needs (`groupwise.runs.recovery`)."""
 _NAME = re.compile(r"step-(\d+)")
 _Identity = tuple[int, int, int, int]
 """Device, inode, size and modification time: paths with equal values are the same file."""
@@ -63,10 +65,13 @@ class Checkpoint:
     created_at: float
     """Seconds since 1970."""
 
-    def verify(self) -> None:
-        """Read every file and compare it with the manifest; CheckpointError names the first difference."""
+    def verify(self, *, carried: bool = False) -> None:
+        """Read every file and compare it with the manifest; CheckpointError names the first difference.
+
+        The `carried` files are as long as the whole record of the run, and are read only if asked for; their sizes are always compared.
+        """
         try:
-            _check_files(self.path, self.files, contents=True)
+            _check_files(self.path, self.files, contents=True, carried=carried)
         except _Damaged as damage:
             raise CheckpointError(
                 f"the checkpoint {self.path} is damaged: {damage}. "
@@ -148,25 +153,26 @@ def finish(building: Path, step: int, extra: Mapping[str, Any] | None = None) ->
 
 
 def complete(folder: Path, verify: bool = False) -> CheckpointList:
-    """The complete checkpoints in `folder`, by number of steps. `verify` also reads every file and compares its hash.
+    """The complete checkpoints in `folder`, by number of steps. `verify`: hash the files of the last one, and of earlier ones until one is
+    undamaged.
 
     ResumeMismatchError if one of them was written by a newer version.
     """
     good: list[Checkpoint] = []
     skipped: list[SkippedCheckpoint] = []
-    for path in sorted(_folders(folder), key=_step_of):
+    for path in sorted(_folders(folder), key=_step_of, reverse=True):
         try:
-            good.append(_read_checkpoint(path, verify))
+            good.append(_read_checkpoint(path, verify and not good))
         except _Damaged as damage:
             skipped.append(SkippedCheckpoint(path, str(damage)))
-    return CheckpointList(good, skipped)
+    return CheckpointList(reversed(good), reversed(skipped))
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def newest(folder: Path, *, carried: bool = False) -> Checkpoint | None:
     """The last complete and undamaged checkpoint; None if there is none. Stops reading at the first good one, from the end."""
     for path in sorted(_folders(folder), key=_step_of, reverse=True):
         with suppress(_Damaged):
-            return _read_checkpoint(path, verify=True)
+            return _read_checkpoint(path, verify=True, carried=carried)
     return None
 
 
@@ -265,7 +271,7 @@ def _manifest(
     }
 
 
-def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
+def _read_checkpoint(path: Path, verify: bool, carried: bool = False) -> Checkpoint:
     try:
         content = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -296,11 +302,13 @@ def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
         raise _Damaged(f"{MANIFEST} lacks what it should say ({error!r})") from error
     if _NAME.fullmatch(path.name) and checkpoint.step != _step_of(path):
         raise _Damaged(f"{MANIFEST} speaks of step {checkpoint.step}")
-    _check_files(path, checkpoint.files, contents=verify)
+    _check_files(path, checkpoint.files, contents=verify, carried=carried)
     return checkpoint
 
 
-def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) -> None:
+def _check_files(
+    path: Path, files: Mapping[str, FileEntry], *, contents: bool, carried: bool
+) -> None:
     for name, entry in files.items():
         file = path / name
         if not file.is_file():
@@ -308,7 +316,8 @@ def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) 
         size = file.stat().st_size
         if size != entry.size:
             raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
-        if contents and _sha256(file) != entry.sha256:
+        is_read = contents and (carried or not name.startswith(f"{CARRIED}/"))
+        if is_read and _sha256(file) != entry.sha256:
             raise _Damaged(f"{name} was changed since it was written")
 
 

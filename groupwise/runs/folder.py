@@ -6,6 +6,7 @@
         summary.json    how it ended
         checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
             records/        step-N.db, the segments of the record from deleted checkpoints (`groupwise.runs.record_segments`)
+            routed_experts/ choices of experts of rollouts that may be trained on again (`groupwise.runs.routed_experts`)
         final/          the trained adapter or model with its tokenizer
             start/          the weights that the run was started from, if they are another run's
             tokenizer/      decodes the record's token ids; written when the run starts

@@ -24,12 +24,10 @@ from pathlib import Path
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
+from groupwise.runs.checkpoints import CARRIED
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
-
-CARRIED = "run"
-"""Name of the folder, within a checkpoint, that holds these parts."""
 
 
 def carry(run: Path, checkpoint: Path, step: int) -> None:
@@ -52,7 +50,7 @@ def unpack(run: Path) -> bool:
     """
     if (run / CONFIG).exists() or not (run / CHECKPOINTS).is_dir():
         return False
-    newest = checkpoints.newest(run / CHECKPOINTS)
+    newest = checkpoints.newest(run / CHECKPOINTS, carried=True)
     if newest is None:
         return False
     source = newest.path / CARRIED
@@ -106,7 +104,7 @@ def recover(path: Path, *, thorough: bool = True) -> RebuiltRecord | None:
     trouble = find_damage(record, thorough=thorough)
     if trouble is None:
         return None
-    newest = checkpoints.newest(path / CHECKPOINTS)
+    newest = checkpoints.newest(path / CHECKPOINTS, carried=True)
     if newest is None:
         raise StoreError(
             f"{record} {trouble}, and the run has no complete checkpoint: nothing is left to go on from. "

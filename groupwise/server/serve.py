@@ -19,31 +19,33 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
+from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.bodies import short_thread_switches
 from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
 from groupwise.api.http.route import Route
-from groupwise.api.schemas.keys import LOCAL, Keyring
+from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, caller_of
 from groupwise.api.schemas.training import EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.tree import read_yaml
 from groupwise.runs.lock import RunLock, holder
-from groupwise.server.app import make_app
 from groupwise.server.engine.engine_process import EngineProcess, log_here
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
+from groupwise.server.routes import events, health, models, training
 from groupwise.server.routes.context import Serving
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.parts import parts_routes
@@ -71,6 +73,13 @@ WARNINGS = frozenset(
         EventKind.FAILED,
         EventKind.WARNING,
     }
+)
+ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
+"""Routes of the ask/post protocol."""
+
+DESCRIPTION = (
+    "The server owns the model; the client owns the loop, the data and the rewards: it asks for completions of its prompts, scores them, "
+    "and posts a number for each. Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning."
 )
 
 
@@ -381,3 +390,27 @@ async def _log_events(service: Service) -> None:
                 line = f"{event.run_id or 'server'}: {event.kind}{step} {event.message or ''}"
                 logger.log(level, "%s", line.rstrip(), extra={"facts": {"event": event.kind}})
         await service.next_event(last_id, LONGEST_WAIT)
+
+
+def make_app(
+    service: Service,
+    config: ServerConfig,
+    keys: Keyring | None,
+    also: Sequence[Route] = (),
+    before: Mapping[str, Any] | None = None,
+) -> FastAPI:
+    """Create the application. `also`: routes of further protocols; `before`: additions to the OpenAPI document for routes that are handled
+    in front of this application (`tags`, `paths`, `components`). Its `state.shared` is a `Serving`.
+    """
+
+    async def who(headers: Mapping[str, str]) -> Caller:
+        return caller_of(keys, headers)
+
+    return assemble(
+        ApiInfo("Groupwise training server", DESCRIPTION),
+        (*ROUTES, *also),
+        Serving(service, config),
+        who,
+        local_only=keys is None,
+        outer_document=before,
+    )

@@ -326,6 +326,9 @@ async def start_serving(
     if config.model.backend == "tinker":
         return await _serve_on_tinker(config, layout, weights)
     folder = None if weights is None else str(weights)
+    # Nothing is learnt from these completions.
+    sampler_config = config.sampler.model_copy(update={"routing_replay": False})
+    config = config.model_copy(update={"sampler": sampler_config})
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine != "torch":
         layout = replace(layout, processes=1, learners=1)
@@ -453,6 +456,7 @@ def _server_sampler(
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
+    routers = witness.router_shape() if sampler_config.routing_replay else None
     own_server, shared = None, None
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, witness.rank, timing)
@@ -507,6 +511,7 @@ def _server_sampler(
         seeded=layout.seeded,
         sync=sync,
         own=own_server,
+        routers=routers,
     )
 
 
@@ -561,6 +566,7 @@ def _own_server(
             takes=takes,
             parallel=sampler_config.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
+            returns_experts=sampler_config.routing_replay,
             trust_remote_code=config.model.trust_remote_code,
         ),
         cache_folder("vllm") / f"server-{os.getpid()}.log",
@@ -1049,6 +1055,7 @@ def _build_learner(
         seed=seed,
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
+        routing_replay=config.sampler.routing_replay,
         keep_publications=config.training.max_off_policy_steps + 2,
         replicas=replicas,
         divide_on=_shard_device(layout),

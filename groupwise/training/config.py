@@ -471,6 +471,11 @@ class RunConfig(Strict):
                 "only vLLM is given adapters of experts",
             ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
+            "sampler.routing_replay": (
+                self.sampler.routing_replay and self.model.backend != "transformers",
+                "true",
+                f"model.backend {self.model.backend} computes the experts in its own way",
+            ),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
             "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),

@@ -64,10 +64,9 @@ from groupwise.jobs.launch.preflight import DryRunReport
 from groupwise.notebook import TrainingConfig
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
-from groupwise.server.app import ROUTES
 from groupwise.server.routes.health import render
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.serve import read_start
+from groupwise.server.serve import ROUTES, read_start
 from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.tasks.external.kinds import split_spec
 from groupwise.training import sft_config
@@ -103,6 +102,7 @@ FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 LAUNCHED = ("launch.md",)
 """Pages whose commands place jobs, some of them over SSH."""
 OF_VLLM = {
+    "--enable-return-routed-experts",
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
     *("--served-model-name", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--model"),
     "--mem-fraction-static",

@@ -93,6 +93,10 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
         *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
         *cases(device_checks.all_weights_have_the_gradients_of_a_processor, name=(*SOME, "qwen2")),
         *cases(device_checks.adapters_of_experts_have_the_gradients_of_a_processor, dtype=BOTH),
+        *cases(
+            device_checks.replayed_experts_have_the_gradients_of_a_processor,
+            dtype=("float32", "bfloat16"),
+        ),
         *cases(device_checks.one_head_of_keys_is_that_of_a_processor, dtype=BOTH),
         *cases(device_checks.updates_are_those_of_a_processor),
         *cases(device_checks.nothing_is_left_of_a_gradient),

@@ -46,6 +46,15 @@ def test_a_lost_record_comes_back(whole, copy, tmp_path, capsys):
     assert replay("toy", step=3, runs_dir=tmp_path).exact, "with every token"
 
 
+def test_a_checkpoint_that_carries_a_damaged_piece_is_one_too_many(whole, copy, tmp_path, capsys):
+    pieces = sorted((copy / "checkpoints/step-5/run/records").iterdir())
+    pieces[0].write_bytes(bytes(pieces[0].stat().st_size))
+    lose(copy)
+    resumed(tmp_path)
+    assert "resumed after 4 steps" in capsys.readouterr().err
+    assert what_must_be_equal(copy) == what_must_be_equal(whole)
+
+
 def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path):
     lose(copy)
     shutil.rmtree(copy / "checkpoints")

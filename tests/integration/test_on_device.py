@@ -76,6 +76,7 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
         also(device_checks.all_weights_have_the_gradients_of_a_processor, name="qwen3"),
         (device_checks.adapters_of_experts_have_the_gradients_of_a_processor, {"dtype": HALF}),
+        (device_checks.replayed_experts_have_the_gradients_of_a_processor, {"dtype": "bfloat16"}),
         (device_checks.one_head_of_keys_is_that_of_a_processor, {"dtype": HALF}),
         (device_checks.updates_are_those_of_a_processor, {}),
         (device_checks.nothing_is_left_of_a_gradient, {}),

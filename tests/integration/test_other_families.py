@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from transformers import (
@@ -18,9 +23,11 @@ from transformers import (
 
 import groupwise
 from benchmarks.learning import step_values
-from groupwise.core.errors import ConfigError
+from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.models.tiny import CHARACTERS, SPECIAL, tiny_tokenizer
+from groupwise.runs.store import Store
 from tests.fake_vllm_server import VllmServer
+from tests.forked_zygote import fork_peers
 from tests.integration.toy_run import TOY, config, crash_at, go_on, ratios_of, what_must_be_equal
 from tests.rotation import rotating_params
 
@@ -124,3 +131,94 @@ def test_a_server_of_vllm_gets_adapters_of_experts_in_its_own_files(tmp_path):
     given["sampler"]["engine"] = "sglang"
     with pytest.raises(ConfigError, match="only vLLM is given adapters of experts"):
         groupwise.rl(given, TOY)
+
+
+def replaying(folder: Path, server: VllmServer, max_steps: int = 2, **more: Any) -> dict[str, Any]:
+    """A run of a mixture of experts whose choices by a server are replayed."""
+    given = settings(
+        "qwen3_moe", folder, {"r": 4, "alpha": 64, **EXPERTS}, max_steps=max_steps, **more
+    )
+    given["eval"] = {"before_and_after": False}
+    given["sampler"] = {
+        "engine": "vllm", "url": server.url, "served_model": "moe", "max_completion_length": 6,
+        "logprob_tolerance": 1e-3, "routing_replay": True,
+    }  # fmt: skip
+    return given
+
+
+def serving(folder: Path, **more: Any) -> VllmServer:
+    model_of("qwen3_moe", folder / "model")
+    return VllmServer(
+        folder=folder / "model", name="moe", logprobs_mode="processed_logprobs", **more
+    )
+
+
+def with_experts(change: Callable[[int, numpy.ndarray], numpy.ndarray]) -> Callable[[Any], Any]:
+    """Changes the experts in an answer to anything but a probe; `change` gets the index of the choice."""
+
+    def spoil(answer: Any) -> Any:
+        for number, choice in enumerate(answer["choices"]):
+            if len(choice["token_ids"]) < 16:
+                file = BytesIO()
+                found = numpy.load(BytesIO(b64decode(choice["routed_experts"])))
+                numpy.save(file, change(number, found))
+                choice["routed_experts"] = b64encode(file.getvalue()).decode()
+        return answer
+
+    return spoil
+
+
+def test_the_learner_uses_the_experts_that_the_server_chose(tmp_path, monkeypatch):
+    """So do two that divide the rows."""
+    with serving(tmp_path, returns_experts=True) as server:
+        assert groupwise.rl(replaying(tmp_path / "right", server), TOY).exit_code == 0
+        server.spoil = with_experts(lambda _, found: (found + 1) % 4)
+        fork_peers(monkeypatch)
+        other = replaying(tmp_path / "other", server, 1) | {"distributed": {"learners": 2}}
+        other["run"]["threads"] = 2
+        assert groupwise.rl(other, TOY).exit_code == 0
+    right, other = (tmp_path / name / "runs/toy" for name in ("right", "other"))
+    assert max(step_values(right, "sampling/logprob_gap")) < 1e-4
+    assert min(step_values(other, "sampling/logprob_gap")) > 1e-2
+    assert {*step_values(right, "sampling/routing_lost")} == {0.0}
+    assert {*step_values(other, "sampling/routing_lost")} == {0.0}
+
+
+def test_wrong_experts_cost_a_rollout_its_choices_alone(tmp_path, caplog):
+    """One in four of each kind; the rest of an answer is taken."""
+    wrong = {0: lambda found: found * 0, 1: lambda found: found[1:], 2: lambda found: found + 4}
+    with serving(tmp_path, returns_experts=True) as server:
+        given = replaying(tmp_path, server)
+        given["sampler"]["seeded"] = False  # a group is one request
+        server.spoil = with_experts(lambda number, found: wrong.get(number, lambda x: x)(found))
+        assert groupwise.rl(given, TOY).exit_code == 0
+        server.spoil, server.set = None, replace(server.set, returns_experts=False)
+        with pytest.raises(UsageError, match="--enable-return-routed-experts"):
+            groupwise.rl(given | {"run": {**given["run"], "name": "none"}}, TOY)
+    folder = tmp_path / "runs/toy"
+    assert {*step_values(folder, "sampling/routing_lost")} == {6.0}
+    assert max(step_values(folder, "sampling/logprob_gap")) < 1e-4
+    assert sum("returned an expert twice" in text for text in caplog.messages) == 1
+
+
+def test_choices_of_completions_that_are_trained_again_are_found_after_a_crash(tmp_path):
+    """They are another policy's than the learner would choose, so a lost one would be seen in the gap."""
+    with serving(tmp_path, returns_experts=True) as server:
+        given = replaying(tmp_path, server, 6, learning_rate=1e-9)
+        given["data"] = {
+            "replay": {
+                "mode": "completions", "warmup_entries": 1, "max_share": 0.5, "capacity": 3,
+                "success_threshold": 0.0,
+            }
+        }  # fmt: skip
+        server.spoil = with_experts(lambda _, found: (found + 1) % 4)
+        assert crash_at(30, lambda: groupwise.rl(given, TOY)) == 17
+        go_on(given)
+    folder = tmp_path / "runs/toy"
+    with Store.open(folder / "run.db", readonly=True) as store:
+        (resume,) = store.resumes()
+    assert 0 < resume.step < 5
+    assert max(step_values(folder, "data/replay_share")[resume.step :]) > 0
+    assert {*step_values(folder, "sampling/routing_lost")} == {0.0}
+    assert min(step_values(folder, "sampling/logprob_gap")) > 1e-2
+    assert 0 < len([*folder.glob("routed_experts/*")]) <= 3

@@ -25,6 +25,7 @@ from groupwise.training import placement
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.gloo_transfer import GlooGroup
+from tests.integration.test_other_families import model_of
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
@@ -383,3 +384,20 @@ def test_it_has_the_gpus_that_the_learner_leaves(
 def test_it_has_those_gpus_alone_that_the_run_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
     assert server_gpus(2, 1, None, 1, in_turn=True) == ServerGpus(("GPU-7",), 0.9)
+
+
+def test_one_for_a_mixture_of_experts_returns_its_choices(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training; nothing is learnt from an evaluation's completions."""
+    given = settings(tmp_path, python)
+    given["model"]["name"] = name = model_of("qwen3_moe", tmp_path / "moe")
+    given["training"]["max_steps"] = 1
+    with VllmServer(
+        folder=tmp_path / "moe", name=name, logprobs_mode="processed_logprobs", returns_experts=True
+    ) as server:
+        monkeypatch.setenv("FAKE_VLLM_THERE", server.url)
+        given["sampler"]["routing_replay"] = True
+        assert groupwise.rl(given, TOY).exit_code == 0
+        groupwise.evaluate(given, TOY)
+    assert [each["enable_return_routed_experts"] for each in told(tmp_path)] == [True, False]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.options import option
-from groupwise.cli.output import say
+from groupwise.cli.output import require_packages, say
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import byte_size
 from groupwise.core.terminal.text import one_line, shorten
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.settings import FleetPlace
 
+PACKAGES = ("sqlalchemy", "alembic", "asyncssh")
+"""Packages that a fleet needs."""
 SHOW_SECONDS = 0.2
 """Seconds before the first line of progress, and between two lines; a quick transfer shows none."""
 WIDEST = 78
@@ -88,7 +90,8 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFl
 
 def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
     """The folder and settings of the fleet. Raises UsageError for the address of an API."""
-    require_installed()
+    advice = " The machines that it runs jobs on need only Python."
+    require_packages("A fleet", "fleet", *PACKAGES, advice=advice)
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
     location = find(fleet_at, os.environ, options)
@@ -108,26 +111,6 @@ def terminal_user() -> str:
     except (KeyError, OSError):  # this machine has no name for the user id
         name = str(os.getuid())
     return f"user:{name}"
-
-
-def require_installed() -> None:
-    """Raise UsageError unless the packages for a fleet are installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("sqlalchemy", "alembic", "asyncssh") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"A fleet needs {', '.join(missing)}: pip install 'groupwise[fleet]'. The machines that it runs jobs on need only Python."
-        )
-
-
-def require_server() -> None:
-    """Raise UsageError unless the packages for the API are installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"The API needs {' and '.join(missing)}: pip install 'groupwise[fleet]'.")
 
 
 @contextmanager

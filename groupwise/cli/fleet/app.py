@@ -6,7 +6,7 @@ import typer
 
 from groupwise.cli.fleet import jobs, keys, machines, roles
 from groupwise.cli.fleet.exec import exec_command
-from groupwise.cli.fleet.fetch import fetch
+from groupwise.cli.fleet.jobs import fetch
 from groupwise.cli.fleet.submit import submit
 from groupwise.cli.options import command
 

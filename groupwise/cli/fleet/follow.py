@@ -3,6 +3,8 @@
 A log is read in parts. Each part contains the attempt and offset of the next; a request waits a while if there is no new part. A follower
 reads the job's status before the log. So once it sees that a job has ended, it reads the complete log, because a job's log is complete
 before its status becomes final.
+
+While a fleet does not answer, requests are repeated (`access.retries`). They only read, from a given position, so nothing is printed twice.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.fleet.printing import FINAL
 from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.api.schemas.fleet import LogPart
     from groupwise.jobs.fleet.client import FleetClient
 
 LOOK_SECONDS = 0.3
@@ -40,43 +42,6 @@ _STATUS_WORDS = {
 }
 
 
-class _LogSource(Protocol):
-    """The methods of a fleet that a follower calls."""
-
-    def progress(self, job_id: str) -> dict[str, Any]: ...
-    def show(self, job_id: str) -> dict[str, Any]: ...
-    def jobs(self, **query: Any) -> list[dict[str, Any]]: ...
-    def log(
-        self,
-        job_id: str,
-        *,
-        epoch: int | None = None,
-        offset: int = 0,
-        rank: int = 0,
-        tail: int | None = None,
-        wait: float = 0.0,
-    ) -> LogPart: ...
-
-
-class _RetryingAccess:
-    """A fleet whose calls are retried until it answers. The calls only read, from a given position, so nothing is printed twice."""
-
-    def __init__(self, access: FleetClient) -> None:
-        self._access, self._ask = access, access.retries.ask
-
-    def progress(self, job_id: str) -> dict[str, Any]:
-        return self._ask(lambda: self._access.progress(job_id))
-
-    def show(self, job_id: str) -> dict[str, Any]:
-        return self._ask(lambda: self._access.show(job_id))
-
-    def jobs(self, **query: Any) -> list[dict[str, Any]]:
-        return self._ask(lambda: self._access.jobs(**query))
-
-    def log(self, job_id: str, **query: Any) -> LogPart:
-        return self._ask(lambda: self._access.log(job_id, **query))
-
-
 @dataclass(slots=True)
 class _LogReader:
     """Reads the log of a job, and stores the position reached."""
@@ -93,18 +58,12 @@ class _LogReader:
     offset: int = 0
     writer: LogWriter = field(default_factory=LogWriter)
 
-    def copy(self, access: _LogSource, wait: float) -> bool:
+    def copy(self, access: FleetClient, wait: float) -> bool:
         """Write everything that is new. Returns False if the log continues with an attempt after the only one to read."""
         while True:
             epoch = self.only if self.epoch is None else self.epoch
-            part = access.log(
-                self.job_id,
-                epoch=epoch,
-                offset=self.offset,
-                rank=self.rank,
-                tail=self.tail,
-                wait=wait,
-            )
+            read = partial(access.log, self.job_id, epoch=epoch, offset=self.offset, wait=wait)
+            part = access.retries.ask(partial(read, rank=self.rank, tail=self.tail))
             has_started, previous_epoch = self.epoch is not None, self.epoch
             if part.data and self.only not in (None, part.epoch):
                 return False
@@ -148,19 +107,16 @@ def follow_log(
 ) -> dict[str, Any]:
     """Print the log as it grows, attempt after attempt, until the job has ended. Returns its final state. `epoch`: only that attempt."""
     reader = _LogReader(job_id, epoch, tail, rank)
-    printed_reason, retrying_access = "", _RetryingAccess(access)
+    printed_reason, ask = "", access.retries.ask
     while True:
-        job = _find_job(retrying_access, job_id, epoch)
+        job = ask(partial(_find_job, access, job_id, epoch))
         is_over = job["status"] in FINAL or _is_over(job, epoch)
         has_started = reader.epoch is not None
-        if (
-            not reader.copy(retrying_access, 0.0 if is_over or not has_started else WAIT_SECONDS)
-            or is_over
-        ):
+        if not reader.copy(access, 0.0 if is_over or not has_started else WAIT_SECONDS) or is_over:
             reader.writer.end()
             return job
         if reader.epoch is None:
-            printed_reason = _say_what_it_waits_for(retrying_access, job, printed_reason)
+            printed_reason = ask(partial(_say_what_it_waits_for, access, job, printed_reason))
             sleep(LOOK_SECONDS)
 
 
@@ -169,7 +125,7 @@ def _is_over(job: dict[str, Any], epoch: int | None) -> bool:
     return epoch is not None and (job["status"] != "running" or job["epochs"][-1:] != [epoch])
 
 
-def _find_job(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
+def _find_job(access: FleetClient, job_id: str, epoch: int | None) -> dict[str, Any]:
     """The progress of a job. Raises UsageError if it has no such attempt."""
     job = access.progress(job_id)
     if epoch is not None and epoch not in job["epochs"]:
@@ -178,7 +134,7 @@ def _find_job(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, A
     return job
 
 
-def _say_what_it_waits_for(access: _LogSource, job: dict[str, Any], previous_text: str) -> str:
+def _say_what_it_waits_for(access: FleetClient, job: dict[str, Any], previous_text: str) -> str:
     """Print why there is no log yet, unless the text is the same as `previous_text`. Returns the text without its numbers."""
     reasons = access.show(job["job_id"])["waiting"]
     text = (
@@ -199,36 +155,31 @@ def until_ended(
     access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended. Returns their final states."""
-    job_set, retrying_access = list(dict.fromkeys(job_ids)), _RetryingAccess(access)
+    job_set, ask = list(dict.fromkeys(job_ids)), access.retries.ask
     statuses: dict[str, str] = {}
     ended_jobs: dict[str, dict[str, Any]] = {}
     printed: dict[str, str] = {}
     while True:
-        jobs = _job_states(
-            retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs]
-        )
+        waiting, listed = [name for name in job_set if name not in ended_jobs], dict[str, Any]()
+        for start in range(0, len(waiting), PORTION):
+            portion = waiting[start : start + PORTION]
+            rows = ask(partial(access.jobs, ids=portion, limit=PORTION))
+            listed |= {job["job_id"]: job for job in rows}
+        # A job that is not listed no longer exists: its `progress` raises the fleet's refusal.
+        jobs = {name: listed.get(name) or ask(partial(access.progress, name)) for name in waiting}
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]
                 explain, previous = len(job_set) <= MOST_EXPLAINED, printed.get(job_id, "")
-                printed[job_id] = _say_change(retrying_access, job, previous, explain=explain)
+                printed[job_id] = ask(partial(_say_change, access, job, previous, explain=explain))
         ended_jobs |= {job_id: job for job_id, job in jobs.items() if job["status"] in FINAL}
         if len(ended_jobs) == len(job_set):
             return [ended_jobs[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
 
-def _job_states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The states of these jobs, requested in portions. Raises the fleet's refusal if one of them no longer exists."""
-    jobs: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(job_ids), PORTION):
-        portion = list(job_ids[start : start + PORTION])
-        jobs |= {job["job_id"]: job for job in access.jobs(ids=portion, limit=PORTION)}
-    return {job_id: jobs.get(job_id) or access.progress(job_id) for job_id in job_ids}
-
-
 def _say_change(
-    access: _LogSource, job: dict[str, Any], previous_text: str, *, explain: bool
+    access: FleetClient, job: dict[str, Any], previous_text: str, *, explain: bool
 ) -> str:
     """Print the new status of a job, unless that says the same as `previous_text`. Returns the text, as `_say_what_it_waits_for` does."""
     job_id, status = job["job_id"], job["status"]

@@ -55,14 +55,16 @@ def attach_files(
     dry_run: bool,
 ) -> None:
     """Give each job the manifest of its files: those of the options, and its own dataset and reward function."""
+    from groupwise.jobs.fleet.queue.request import from_document
+
     shared_files = local_files.by_name()
     own_files: dict[str, dict[str, Path]] = {}
     for location, document in documents.items():
         try:
             own_files[location] = _own_files(document, shared_files)
+            from_document(document)  # before anything is sent, in the same way for every fleet
         except UsageError as error:
             raise UsageError(at(location, error.message)) from error
-    _check_documents(documents)  # before anything is sent
     entries = _store_files(access, (shared_files, *own_files.values()), dry_run)
     shared = {name: entries[path] for name, path in shared_files.items()}
     for location, document in documents.items():
@@ -178,17 +180,6 @@ def _add_reward_file(files: dict[str, Path], reward: str, shared_files: Mapping[
         return reward
     _add_files(files, path, path.name, shared_files)
     return f"{path.name}{colon}{attribute}"
-
-
-def _check_documents(documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UsageError for documents that are not valid requests, in the same way for every fleet."""
-    from groupwise.jobs.fleet.queue.request import from_document
-
-    for location, document in documents.items():
-        try:
-            from_document(document)
-        except UsageError as error:
-            raise UsageError(at(location, error.message)) from error
 
 
 def at(location: str, message: str) -> str:

@@ -134,7 +134,8 @@ def add(
     With --engine slurm it is a login node, from which jobs are submitted to Slurm; with --engine ray it reaches Ray's dashboard. Then
     without --host it is this machine.
     """
-    from groupwise.cli.fleet.prepare import prepare_new, usual_plan
+    from groupwise.cli.environment import EnvironmentOptions
+    from groupwise.cli.fleet.prepare import prepare_new
 
     _check_trust(trust, yes)
     _check_trust(trust_jump, yes, "--trust-jump")
@@ -155,7 +156,7 @@ def add(
             location, trusted = _location(access, vm, ssh, trust_by, has_engine=engine is not None)
         else:
             location, trusted = _location_from_afar(vm, ssh, trust_by, prepare=prepare), False
-        plan = usual_plan() if prepare else None
+        plan = EnvironmentOptions().plan() if prepare else None
         document = {**body, **location}
         seen = observe_new(document) if trusted and location["transport"] != "local" else None
         machine = access.add_machine(document)
@@ -222,7 +223,10 @@ def _location(
     if ssh == SshOptions() and trust == Trust(ask=trust.ask):
         if has_engine:
             return {"transport": "local"}, True
-        if (removed := _removed_machine(access, vm)) is not None:
+        # The machine that had this name and its own GPUs or slots, if it was removed.
+        rows = (row for row in access.machines(removed=True) if not row["active"])
+        removed = next((row for row in rows if row["vm_id"] == vm and row["engine"] is None), None)
+        if removed is not None:
             if removed["host_key"] is not None:
                 say(f"{vm} has the host key {removed['fingerprint']} that was trusted before")
             location = {name: removed[name] for name in LOCATION}
@@ -231,12 +235,6 @@ def _location(
     host_key = reach.host_key_of(address, trust)
     keys = {"host_key": host_key.pinned, "seen_host_key": host_key.shown}
     return {"transport": "ssh", **address.as_fields(), **keys}, bool(host_key.pinned)
-
-
-def _removed_machine(access: FleetClient, vm: str) -> dict[str, Any] | None:
-    """The machine that had this name and its own GPUs or slots, if it was removed."""
-    removed = [machine for machine in access.machines(removed=True) if not machine["active"]]
-    return next((one for one in removed if one["vm_id"] == vm and one["engine"] is None), None)
 
 
 def _location_from_afar(vm: str, ssh: SshOptions, trust: Trust, *, prepare: bool) -> dict[str, Any]:

@@ -135,11 +135,6 @@ def _describe_plan(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def usual_plan() -> Plan:
-    """The plan of `vm prepare` without options. Raises UsageError."""
-    return EnvironmentOptions().plan()
-
-
 def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
     """Prepare a machine that has just been added. The result contains a `problem` if that failed."""
     machines = fleet.database.read(lambda session: _find_machines(session, [vm]))

@@ -545,14 +545,12 @@ def print_projects(projects: Sequence[Document]) -> None:
                     str(project["waiting"]),
                     str(project["running"]),
                     str(project["gpus_in_use"]),
-                    _limit_text(project["max_gpus"]),
-                    _limit_text(project["max_waiting"]),
+                    *(
+                        "-" if project[limit] is None else str(project[limit])
+                        for limit in ("max_gpus", "max_waiting")
+                    ),
                 )
                 for project in projects
             ),
         ]
     )
-
-
-def _limit_text(value: int | None) -> str:
-    return "-" if value is None else str(value)

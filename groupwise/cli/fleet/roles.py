@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet.access import FleetOption, fleet, place_of, require_server
+from groupwise.cli.fleet.access import FleetOption, fleet, place_of
 from groupwise.cli.options import AsJson, option
-from groupwise.cli.output import say, write_json
+from groupwise.cli.output import require_packages, say, write_json
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ListenOptions:
                     option = f"--{name.replace('_', '-')}"
                     raise UsageError(f"{option} is for the API, which needs --port.")
             return None
-        require_server()
+        require_packages("The API", "fleet", "fastapi", "uvicorn")
         from groupwise.jobs.fleet.api.serve import Address
 
         return Address(self.host or "127.0.0.1", port, self.tls_certificate, self.tls_key)

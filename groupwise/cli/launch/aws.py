@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import LaunchOptions, RentalOptions
 from groupwise.cli.launch.placing import launch
 from groupwise.cli.options import flag, option
-from groupwise.cli.output import say
+from groupwise.cli.output import require_packages, say
 from groupwise.core.errors import UsageError
 
 
@@ -74,9 +73,7 @@ def aws(
     from groupwise.jobs.clouds.ec2 import AwsRefused, NoCredentials
     from groupwise.jobs.launch.places import AWS, JobBackend, ec2
 
-    for module in ("asyncssh", "boto3"):
-        if find_spec(module) is None:
-            raise UsageError(f"{module} is not installed: pip install 'groupwise[launch,aws]'.")
+    require_packages("AWS", "launch,aws", "asyncssh", "boto3")
     plan = packages.plan_unless_there()
     if key_path is None:  # AWS names the keys that it creates K.pem
         created_key, own_key = (

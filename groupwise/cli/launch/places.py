@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.options import option
+from groupwise.cli.output import require_packages
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ class LoginOptions:
 
     def machine(self, host: str, python: str | None) -> JobBackend:
         """The machine that `ssh HOST` connects to, with its host key pinned: by a fingerprint or, in a terminal, by the user's answer."""
-        if find_spec("asyncssh") is None:
-            raise UsageError(
-                "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
-            )
+        require_packages("A job on another machine", "launch", "asyncssh")
         from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, host_key_of
         from groupwise.jobs.hosts.ssh import AGENT
         from groupwise.jobs.launch.places import SSH, JobBackend

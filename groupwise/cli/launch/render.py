@@ -87,10 +87,16 @@ def render(
 
     groupwise launch render --format skypilot --image IMG --gpus 8 --gpu-model H100 -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.launch.kubernetes import RenderOptions, Toleration, as_yaml, manifests
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
     from groupwise.jobs.launch.preflight import check_verb
-    from groupwise.jobs.launch.skypilot_dstack import dstack_task, skypilot_task
+    from groupwise.jobs.launch.render import (
+        RenderOptions,
+        Toleration,
+        as_yaml,
+        dstack_task,
+        manifests,
+        skypilot_task,
+    )
 
     command = job.command
     if command.script is None:

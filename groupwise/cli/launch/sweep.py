@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from groupwise.cli.launch.watch import call_backend
 from groupwise.cli.options import AsJson, DryRun, option
-from groupwise.cli.output import say, write_json
+from groupwise.cli.output import require_packages, say, write_json
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def _places_to_sweep(at: list[str] | None, profile: str | None) -> list[JobBacke
             )
         accounts = {(str(place), place.detail.get("profile")): place for place in paid_places}
         return [*accounts.values()]
-    if find_spec("boto3") is None:
-        raise UsageError("AWS is reached by boto3: pip install 'groupwise[launch,aws]'.")
+    require_packages("AWS", "launch,aws", "boto3")
     places: list[JobBackend] = []
     for word in at:
         kind, _, region = word.partition(":")

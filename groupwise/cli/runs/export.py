@@ -69,9 +69,10 @@ def export(
             raise UsageError(
                 "--html writes one file for people: of the other options only --dir, --force and --json go with it."
             )
-        from groupwise.cli.web import expect_dashboard
+        from groupwise.cli.output import require_packages
+        from groupwise.cli.web import DASHBOARD_PACKAGES
 
-        expect_dashboard()
+        require_packages("The dashboard", "web", *DASHBOARD_PACKAGES)
         from groupwise.dashboard.runs.one_file import write_one_file
 
         written = write_one_file(run, html, runs_dir=dir, force=force)

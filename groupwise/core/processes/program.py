@@ -51,6 +51,7 @@ class ProcessGroup:
         It reads `standard_input` if that is given. Its standard output goes to `standard_output`, if given, instead of the log.
         """
         self.log = log
+        self._outputs = (log, standard_output) if standard_output else (log,)
         self._secret = secret
         self._mark = uuid4().hex
         with ExitStack() as files:
@@ -98,6 +99,17 @@ class ProcessGroup:
         if self._secret is not None and self._secret.encode() in (content := self.log.read_bytes()):
             self.log.write_bytes(content.replace(self._secret.encode(), "…".encode()))
         return code
+
+    def trim_output(self, most: int) -> None:
+        """Cut its log and its output, if longer than `most` bytes, to their last half. What is written at that moment may be lost."""
+        for file in self._outputs:
+            if file.stat().st_size > most:
+                with file.open("rb") as reader:
+                    reader.seek(-(most // 2), os.SEEK_END)
+                    tail = reader.read(most // 2)
+                os.truncate(file, 0)  # the program appends, so that it goes on at the new end
+                with file.open("ab") as writer:
+                    writer.write(tail)
 
     def last_output(self) -> str:
         """The last lines of its log, for a message."""

@@ -37,15 +37,14 @@ class Series:
 def with_mean(
     name: str,
     points: Sequence[Point],
-    window: int | None = None,
     warm_up: Sequence[Point] = (),
 ) -> list[Series]:
-    """The raw points and the line of their moving mean over `window` values (default: a tenth of them, at least 3).
+    """The raw points and the line of their moving mean over a tenth of them, at least 3.
 
     Points of a warm-up become a separate line.
     """
     finite = _finite(points)
-    window = window or max(3, math.ceil(len(finite) / 10))
+    window = max(3, math.ceil(len(finite) / 10))
     means = moving_mean([y for _, y in finite], window)
     line = tuple((x, mean) for (x, _), mean in zip(finite, means, strict=True))
     return [
@@ -315,7 +314,6 @@ def svg_curve(
     series: Sequence[Series],
     title: str = "",
     x_label: str = "step",
-    y_label: str = "",
     width: int = 720,
     height: int = 360,
 ) -> str:
@@ -351,7 +349,6 @@ def svg_curve(
     head = [
         f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
         _svg_text(_LEFT, 28, title, "ink title"),
-        _svg_text(_LEFT, 46, y_label, "faint"),
     ]
     inner = "\n  ".join([*head, *body, *legend])
     return (

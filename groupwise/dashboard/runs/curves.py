@@ -149,6 +149,7 @@ TITLES = {
     "sampling/importance_sampling_clipped": "Importance weights clipped",
     "sampling/importance_sampling_ratio/mean": "Mean importance weight",
     "sampling/ratio_mean": "Mean ratio of learner to sampler",
+    "sampling/routing_lost": "Completions without the server's choice of experts",
     "sampling/staleness": "Age of the sampling policy, in steps",
     "sampling/temperature": "Sampling temperature",
     "signals/active": "Active warnings",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs
+from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, RouterShape
 from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
 from groupwise.engine.sampler.servers.probe import Answer
@@ -154,6 +154,10 @@ class RankWitness:
     def ipc_handles(self) -> Mapping[str, Any]:
         """See `PolicyWitness.ipc_handles`."""
         return self._call_witness("ipc_handles")
+
+    def router_shape(self) -> RouterShape:
+        """See `PolicyWitness.router_shape`."""
+        return self._call_witness("router_shape")
 
     def write_by_expert(self, folder: str) -> None:
         """See `PolicyWitness.write_by_expert`."""

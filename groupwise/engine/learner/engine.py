@@ -14,7 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.forward import Paths, choose_paths
-from groupwise.engine.learner.layout import Batch, TransformersBatch
+from groupwise.engine.learner.layout import Batch, PackedGroups, TransformersBatch
+from groupwise.engine.learner.routing_replay import RoutingReplay
 from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
@@ -52,10 +53,14 @@ class TransformersEngine:
         packing: bool,
         gradient_checkpointing: bool,
         sharing: bool = True,
+        routing_replay: bool = False,
     ) -> None:
-        """Without `sharing`, each row is computed with its own prompt."""
+        """Without `sharing`, each row is computed with its own prompt; so it is with `routing_replay`, which replays `Row.routed_experts`
+        where the policy computes, and raises ModelError if this model cannot."""
         self._weights = weights
         self._decoder = Decoder(weights.model)
+        self._routing = RoutingReplay(weights.model) if routing_replay else None
+        sharing = sharing and self._routing is None
         self._sharing = sharing = sharing and not self._decoder.has_state
         self._reference_decoder: Decoder | None = None
         self.paths = choose_paths(
@@ -87,6 +92,9 @@ class TransformersEngine:
         decoder = self.reference() if reference else self._decoder
 
         def compute(batch: TransformersBatch, outputs: ForwardOutputs) -> ForwardResult:
+            if self._routing is not None:
+                assert not isinstance(batch, PackedGroups), "rows of a shared prompt are not whole"
+                self._routing.replay(batch if role == "policy" else None)
             return replace(paths, outputs=outputs).forward(decoder, batch)
 
         acting = (
@@ -104,6 +112,8 @@ class TransformersEngine:
             finally:
                 for layer in layers:
                     layer.training = False
+                if self._routing is not None:
+                    self._routing.replay(None)
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
         """See `LearnerEngine.keep_step`."""

@@ -32,6 +32,16 @@ class MicroBatch:
     """Index of each row in the list that was divided."""
 
     @property
+    def starts(self) -> tuple[tuple[int, int], ...]:
+        """Like `PackedBatch.starts`, if each row is computed with its own prompt."""
+        return tuple((number, 0) for number in range(len(self.rows)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Like `PackedBatch.shape`, if each row is computed with its own prompt."""
+        return len(self.rows), max(map(_row_tokens, self.rows))
+
+    @property
     def width(self) -> int:
         """The largest number of targets of a row."""
         return most_targets(self.rows)

@@ -85,6 +85,7 @@ class TorchLearner:
         keep_publications: int = 2,
         replicas: GradientSum | None = None,
         native: bool = True,
+        routing_replay: bool = False,
         divide_on: str | None = None,
         engine: LearnerEngine | None = None,
         make_teacher: Callable[[LearnerEngine], Teacher] | None = None,
@@ -93,6 +94,7 @@ class TorchLearner:
 
         `replicas`: the learners in other processes that compute the gradients of other rows for the same update.
         `native`: if False, transformers computes every model; this is the reference for the native engine.
+        `routing_replay`: replay the experts that the sampler chose; see `groupwise.engine.learner.routing_replay`.
         `engine`: computes the rows, if these weights need a special engine; the arguments that configure an engine do not apply to it.
         `make_teacher`: makes the teacher of a distillation, given the learner's own engine.
         `divide_on`: device of this learner's part if weights are divided among the replicas; see `groupwise.engine.learner.fsdp`.
@@ -107,8 +109,9 @@ class TorchLearner:
         self._divided = divide_on is not None
         self._engine = engine or _make_engine(
             weights,
-            native=native,
+            native=native and not routing_replay,
             packing=packing,
+            routing_replay=routing_replay,
             gradient_checkpointing=gradient_checkpointing,
             divide_on=divide_on,
         )
@@ -406,6 +409,7 @@ def _make_engine(
     *,
     native: bool,
     packing: bool,
+    routing_replay: bool,
     gradient_checkpointing: bool,
     divide_on: str | None,
 ) -> LearnerEngine:
@@ -424,7 +428,10 @@ def _make_engine(
     from groupwise.engine.learner.engine import TransformersEngine
 
     return TransformersEngine(
-        weights, packing=packing, gradient_checkpointing=gradient_checkpointing
+        weights,
+        packing=packing,
+        gradient_checkpointing=gradient_checkpointing,
+        routing_replay=routing_replay,
     )
 
 

@@ -13,6 +13,7 @@ the forward pass of the whole model, which is not used here, so there are none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -21,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.core.errors import ModelError
+from groupwise.core.types import RouterShape
 from groupwise.engine.models.lora_config import AdapterConfig
 from groupwise.engine.models.lora_layers import AdapterSwitch, LoraLayer
 from groupwise.engine.models.native.linear import adapted_product
@@ -45,6 +48,51 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if are_experts(module)
     }
+
+
+REPLAYABLE = frozenset(
+    {
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "granitemoe",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+    }
+)
+"""Types of models whose routers choose by one `topk` over all experts of the layer, and weigh the chosen ones by their own scores."""
+
+
+def routed_blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """The modules that hold a router and its experts, by the index of their layer."""
+    found: dict[int, nn.Module] = {}
+    for path in experts_of(model):
+        match = re.search(r"\blayers\.(\d+)\.", path)
+        if match:
+            found[int(match[1])] = model.get_submodule(path.rpartition(".")[0])
+    return found
+
+
+def router_shape(model: nn.Module) -> RouterShape:
+    """What choices of experts of this model look like. Raises ModelError if a sampler's choices cannot be replayed in it."""
+    config = cast("Any", model).config.get_text_config()
+    blocks = routed_blocks(model)
+    if config.model_type not in REPLAYABLE or not blocks:
+        raise ModelError(
+            f"sampler.routing_replay is true, but the model is a {config.model_type}. The experts that a sampler chose can be replayed in "
+            f"the types {', '.join(sorted(REPLAYABLE))}. Leave the key out."
+        )
+    experts = next(iter(experts_of(model).values()))
+    return RouterShape(
+        layers=config.num_hidden_layers,
+        with_experts=tuple(sorted(blocks)),
+        experts=cast("Any", experts).num_experts,
+        top_k=config.num_experts_per_tok,
+    )
 
 
 @contextmanager

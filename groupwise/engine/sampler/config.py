@@ -57,6 +57,7 @@ SERVER_KEYS = (
     "server_timeout",
     "api_key_env",
     "seeded",
+    "routing_replay",
     "vllm_python",
     "gpu_memory_utilization",
     "tensor_parallel_size",
@@ -159,6 +160,13 @@ class SamplerConfig(Strict):
         "completion by itself, which takes time for each token on a GPU; false: for all completions together. null: true, but false for "
         "the server of vllm_python on a GPU, and for sglang, which is sent none.",
         on_resume="free",
+    )
+    routing_replay: bool = setting(
+        False,
+        "For mixtures of experts: the learner uses the experts that vLLM chose for each token (R3). Each row is then computed with its own "
+        "prompt. Servers need vLLM 0.22 and --enable-return-routed-experts. Worth it if sampling/logprob_gap stays high and "
+        "algorithm.importance_sampling_correction cuts off many tokens.",
+        on_resume="warn",
     )
     vllm_python: str | None = setting(
         None,
@@ -328,6 +336,11 @@ class SamplerConfig(Strict):
                 "engine is sglang, but url does not say where it answers. Start SGLang and set url, as in "
                 "sampler.url=http://127.0.0.1:30000, or leave engine out.",
                 ("engine", "url"),
+            )
+        if self.routing_replay:
+            yield Conflict(
+                "routing_replay is true, but only vLLM is asked which experts it chose. Leave it out, or sample with vLLM.",
+                ("engine", "routing_replay"),
             )
         if self.seeded:
             yield Conflict(

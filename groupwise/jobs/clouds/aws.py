@@ -5,7 +5,7 @@ finds it by the job's name (`aws_machines.py`). After its end, AWS remembers it 
 next attempt, is stored on the machine that launched or fetched (`aws_state.py`).
 
 The process that starts a machine ends it if the job does not start on it for any reason: an error, a timeout, Ctrl-C. The machine itself
-schedules its own shutdown before anything else (`boot.py`), and any user can end expired machines by their deadline tag.
+schedules its own shutdown before anything else (`boot.sh`), and any user can end expired machines by their deadline tag.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.clouds.aws_checks import Access, check
-from groupwise.jobs.clouds.aws_costs import cost_of, usage_of, with_forgotten
 from groupwise.jobs.clouds.aws_machines import (
+    ARM,
     MARGIN_MINUTES,
     REMOVED,
     VOID,
@@ -32,7 +33,14 @@ from groupwise.jobs.clouds.aws_machines import (
     instance_type_of,
     minutes_of,
 )
-from groupwise.jobs.clouds.aws_state import JobRecords, Record, newest_checkpoint
+from groupwise.jobs.clouds.aws_state import (
+    JobRecords,
+    Record,
+    cost_of,
+    newest_checkpoint,
+    usage_of,
+    with_forgotten,
+)
 from groupwise.jobs.clouds.backend import (
     KEEP_ON_FAILURE,
     Capabilities,
@@ -50,7 +58,6 @@ from groupwise.jobs.clouds.backend import (
     Status,
     Unreachable,
 )
-from groupwise.jobs.clouds.boot import ARM
 from groupwise.jobs.clouds.ec2 import Ec2, Machine
 from groupwise.jobs.clouds.folder import results_folder
 from groupwise.jobs.clouds.machine import MachineBackend
@@ -148,7 +155,7 @@ class AwsBackend:
             record = self._records.find(name)
         if machine is None and record is None:
             raise JobNotFound(f"{self._where} has no job called {name}.")
-        order = self._stored_order(name, record).with_secrets(secrets)
+        order = replace(self._stored_order(name, record), secrets=dict(secrets))
         order.check()
         attempt = attempt_of(machine, record)
         ending = record.endings.get(attempt) if record else None

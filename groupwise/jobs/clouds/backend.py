@@ -7,7 +7,7 @@ can be found by its name, with its whole order except the values of its secrets.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -168,10 +168,6 @@ class Order:
             python=document.get("python"),
             meets_at=document.get("meets_at"),
         )
-
-    def with_secrets(self, secrets: Mapping[str, str]) -> Order:
-        """The same order with these values of secrets."""
-        return replace(self, secrets=dict(secrets))
 
 
 NON_IDENTITY_FIELDS = ("python", "meets_at")

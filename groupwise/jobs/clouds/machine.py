@@ -177,7 +177,8 @@ class MachineBackend:
             raise CloudError(
                 f"{name} has succeeded on {self._where}: there is nothing to go on with."
             )
-        order = (await self.order(self._handle(last_attempt))).with_secrets(secrets)
+        order = await self.order(self._handle(last_attempt))
+        order = replace(order, secrets=dict(secrets))
         order.check()
         self._expect_same_machines(order, last_attempt)
         newest: Resume | None = None

@@ -73,18 +73,14 @@ def no_room(folder: Path, size: int) -> str | None:
 
 def words(folder: Path) -> str:
     """The end of a message: the full disk, and the remedy."""
+    space = ""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(_existing_ancestor(folder))
+        space = f" ({byte_size(disk.f_bavail * disk.f_frsize)} left for this user)"
     return (
-        f"the disk of {folder} is full{_space_left(folder)}. Make room there; nothing that was acknowledged is lost. "
+        f"the disk of {folder} is full{space}. Make room there; nothing that was acknowledged is lost. "
         "`df -h` and `df -i` say what is left."
     )
-
-
-def _space_left(folder: Path) -> str:
-    try:
-        disk = os.statvfs(_existing_ancestor(folder))
-    except OSError:
-        return ""
-    return f" ({byte_size(disk.f_bavail * disk.f_frsize)} left for this user)"
 
 
 def _existing_ancestor(folder: Path) -> Path:

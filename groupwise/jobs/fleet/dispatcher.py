@@ -214,9 +214,7 @@ class GlobalJobDispatcher:
                 task.cancel()
             await self._drop_everything()
         try:
-            await self._gateway.commit(
-                "lease.let_go", lambda s: records.release_ownership(s, self.owner)
-            )
+            await self._gateway.commit("lease.let_go", lambda s: records.end_leases(s, self.owner))
         except RunError as error:
             log.warning(
                 "other dispatchers get its attempts only when their leases run out: %s", error

@@ -96,8 +96,7 @@ class EventListener:
         position = self._position
         for event in events.after(session, position, READ):
             position = event.event_id
-            writer = _WRITERS.get(event.kind)
-            if writer is not None and (text := writer(session, event)) is not None:
+            if (text := _event_line(session, event)) is not None:
                 time_of_day = time.strftime("%H:%M:%S", time.localtime(event.at))
                 lines.append(f"{time_of_day}  {shorten(one_line(text), LONGEST)}")
         return lines, position
@@ -139,90 +138,59 @@ def _machines_line(session: Session, counts: Mapping[str, Any]) -> str:
     return f"One machine, {vm.vm_id}: {', '.join(resources)}, {counted(slots, 'slot')} for jobs without a GPU."
 
 
-def _submitted_line(session: Session, event: Event) -> str:
-    job = session.get(Job, event.job_id)
-    name = "" if job is None or job.name is None else f" ({job.name})"
-    return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
+def _event_line(session: Session, event: Event) -> str | None:
+    """The line about an event; None: it is not told, as that a new machine answers."""
+    job = session.get(Job, event.job_id) if event.kind in _SHOW_JOB else None
+    before, detail = event.before or {}, event.detail or {}
+    match event.kind:
+        case events.JOB_SUBMITTED:
+            name = "" if job is None or job.name is None else f" ({job.name})"
+            return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
+        case events.JOB_PENDING:
+            reasons = [] if job is None else job.blocked_reasons or []
+            return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
+        case events.ATTEMPT_RUNNING:
+            location = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
+            gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
+            return f"{event.job_id} runs{location}{gpu}"
+        case events.JOB_COMPLETED | events.JOB_FAILED | events.JOB_CANCELLED:
+            is_told = event.kind != events.JOB_COMPLETED and detail.get("reason")
+            outcome = f"{event.job_id} {event.kind.removeprefix('job.')}"
+            return f"{outcome}: {detail['reason']}" if is_told else outcome
+        case events.JOB_QUEUED if before.get("status") == "running":
+            cause = detail.get("failure_class") or "failed"
+            return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({cause})"
+        case events.JOB_CHECKPOINT_DAMAGED:
+            return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
+        case events.JOB_CHECKPOINT_NOT_MIRRORED:
+            return f"{event.job_id}: {detail.get('why')}"
+        case events.VM_REACHABLE if before.get("contact") == Contact.UNREACHABLE:
+            return f"{event.vm_id} answers again"
+        case kind if kind in _PLAIN:
+            gpu = f"GPU {detail.get('index')} of " if kind in _OF_GPUS else ""
+            action = kind.partition(".")[2].replace("_", " ")
+            return f"{gpu}{event.vm_id or event.job_id or ''} {action}"
+        case _:
+            return None
 
 
-def _pending_line(session: Session, event: Event) -> str:
-    job = session.get(Job, event.job_id)
-    reasons = [] if job is None else job.blocked_reasons or []
-    return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
-
-
-def _running_line(session: Session, event: Event) -> str:
-    job = session.get(Job, event.job_id)
-    location = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
-    gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
-    return f"{event.job_id} runs{location}{gpu}"
-
-
-def _ended_line(session: Session, event: Event) -> str:
-    outcome = event.kind.removeprefix("job.")
-    reason = (event.detail or {}).get("reason")
-    return f"{event.job_id} {outcome}" + (
-        f": {reason}" if reason and outcome != "completed" else ""
-    )
-
-
-def _retry_line(session: Session, event: Event) -> str | None:
-    if (event.before or {}).get("status") != "running":
-        return None
-    detail = event.detail or {}
-    cause = detail.get("failure_class") or "failed"
-    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({cause})"
-
-
-def _damaged_checkpoint_line(session: Session, event: Event) -> str:
-    detail = event.detail or {}
-    return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
-
-
-def _not_mirrored_line(session: Session, event: Event) -> str:
-    return f"{event.job_id}: {(event.detail or {}).get('why')}"
-
-
-def _reachable_line(session: Session, event: Event) -> str | None:
-    """Only a machine that was unreachable is reported: a new machine is expected to answer."""
-    previous_contact = (event.before or {}).get("contact")
-    return f"{event.vm_id} answers again" if previous_contact == Contact.UNREACHABLE else None
-
-
-def _plain_line(session: Session, event: Event) -> str:
-    subject = event.vm_id or event.job_id or ""
-    action = event.kind.partition(".")[2].replace("_", " ")
-    return f"{subject} {action}"
-
-
-def _gpu_line(session: Session, event: Event) -> str:
-    return f"GPU {(event.detail or {}).get('index')} of {_plain_line(session, event)}"
-
-
-_WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
-    events.JOB_SUBMITTED: _submitted_line,
-    events.JOB_PENDING: _pending_line,
-    events.JOB_COMPLETED: _ended_line,
-    events.JOB_FAILED: _ended_line,
-    events.JOB_CANCELLED: _ended_line,
-    events.JOB_QUEUED: _retry_line,
-    events.JOB_RETRIED: _plain_line,
-    events.JOB_HELD: _plain_line,
-    events.JOB_CANCEL_REQUESTED: _plain_line,
-    events.JOB_CHECKPOINT_DAMAGED: _damaged_checkpoint_line,
-    events.JOB_CHECKPOINT_NOT_MIRRORED: _not_mirrored_line,
-    events.ATTEMPT_RUNNING: _running_line,
-    events.ATTEMPT_ADOPTED: _plain_line,
-    events.ATTEMPT_LEAKING: _plain_line,
-    events.ATTEMPT_UNREACHABLE: _plain_line,
-    events.ATTEMPT_REACHABLE: _plain_line,
-    events.VM_ADDED: _plain_line,
-    events.VM_LOST: _plain_line,
-    events.VM_UNREACHABLE: _plain_line,
-    events.VM_REACHABLE: _reachable_line,
-    events.VM_UNTRUSTED: _plain_line,
-    events.VM_TRUSTED: _plain_line,
-    events.VM_DRAINING: _plain_line,
-    events.GPU_REPORTED: _gpu_line,
-    events.GPU_QUARANTINED: _gpu_line,
-}
+_SHOW_JOB = (events.JOB_SUBMITTED, events.JOB_PENDING, events.ATTEMPT_RUNNING)
+"""Events whose line says more of their job."""
+_OF_GPUS = (events.GPU_REPORTED, events.GPU_QUARANTINED)
+_PLAIN = (
+    events.JOB_RETRIED,
+    events.JOB_HELD,
+    events.JOB_CANCEL_REQUESTED,
+    events.ATTEMPT_ADOPTED,
+    events.ATTEMPT_LEAKING,
+    events.ATTEMPT_UNREACHABLE,
+    events.ATTEMPT_REACHABLE,
+    events.VM_ADDED,
+    events.VM_LOST,
+    events.VM_UNREACHABLE,
+    events.VM_UNTRUSTED,
+    events.VM_TRUSTED,
+    events.VM_DRAINING,
+    *_OF_GPUS,
+)
+"""Events whose line is their subject and their name."""

@@ -24,6 +24,7 @@ from functools import partial
 
 from groupwise.core.errors import RunError
 from groupwise.core.retry import doubled
+from groupwise.core.waiting import cancel_and_wait, wait_at_most
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import observation
@@ -36,7 +37,6 @@ from groupwise.jobs.fleet.machines.reaching import (
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
-from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 from groupwise.jobs.hosts.keys import HostKey, parse_host_key
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import SshTimeouts

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.disk_full import NO_ROOM
 from groupwise.jobs.fleet.store.tables import ControlProcess
 
 ROLES = ("dispatcher", "poller", "requeue", "tracker")
@@ -34,9 +36,11 @@ PUBLISHING = "publishing"
 NATS_CURSOR = "tracker.nats"
 """The reader of events that announces ends of jobs to NATS: the name of its position in `cursors`."""
 FOLDER = "folder"
-"""Key in `facts` of a process that uses the fleet's folder: identifies the folder, see `files.folders`."""
+"""Key in `facts` of a process that uses the fleet's folder: identifies the folder, see `folder_identity`."""
 RELEASE = "release"
 """Key in `facts`: the release of Groupwise."""
+FOLDER_IDENTITY = "folder.id"
+"""A file in the fleet's folder: on a machine that has not mounted the shared folder, its content differs, or it is missing."""
 UNOBSERVED = "unobserved_machines"
 """Key in `facts` of a dispatcher: machines it must have asked before it starts anything; absent: there are none."""
 ENDED_STATES = ("Z", "X")
@@ -46,7 +50,7 @@ ENDED_STATES = ("Z", "X")
 @contextlib.contextmanager
 def hold_role(folder: Path, role: str) -> Generator[None, None, None]:
     """Ensure that no other process of this machine plays the role for this folder within the block."""
-    with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
+    with (folder / f"{role}.lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,10 +66,6 @@ def hold_role(folder: Path, role: str) -> Generator[None, None, None]:
         yield
 
 
-def _lock_file(folder: Path, role: str) -> Path:
-    return folder / f"{role}.lock"
-
-
 def _read_holder(file: IO[str]) -> str | None:
     """The pid in a lock file, if there is one."""
     file.seek(0)
@@ -78,7 +78,7 @@ def role_holder(folder: Path, but: Collection[str] = ()) -> str | None:
     for role in (*ROLES, API):
         with (
             contextlib.suppress(FileNotFoundError),
-            _lock_file(folder, role).open(encoding="utf-8") as file,
+            (folder / f"{role}.lock").open(encoding="utf-8") as file,
         ):
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -134,3 +134,29 @@ def delete_ended_processes(session: Session, role: str, *, alone: bool) -> None:
     rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
     ended_owners = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
     session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(ended_owners)))
+
+
+def folder_identity(folder: Path) -> str:
+    """The identity of a fleet's folder, the same on every machine that mounts it. The first caller creates it."""
+    path = folder / FOLDER_IDENTITY
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text(encoding="ascii").strip()
+        temporary = folder / f"{FOLDER_IDENTITY}.{secrets.token_hex(8)}"
+        temporary.write_text(f"{secrets.token_hex(8)}\n", encoding="ascii")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:  # another process was faster
+            pass
+        except OSError:  # a file system without hard links
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        raise UsageError(
+            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Every role reads and writes there: mend its "
+            "permissions, or begin this as its owner."
+        ) from None

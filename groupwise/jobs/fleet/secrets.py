@@ -115,10 +115,8 @@ class AllowedSecrets:
         """Content of a file; None if it cannot be read. Links are followed only within the folder that a pattern names."""
         try:
             real_path = os.path.realpath(path, strict=True)
-            if not any(
-                _is_below(real_path, _fixed_folder(pattern))
-                for pattern in self._matching_patterns(path)
-            ):
+            folders = map(_fixed_folder, self._matching_patterns(path))
+            if not any(os.path.commonpath((real_path, folder)) == folder for folder in folders):
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )
@@ -149,7 +147,3 @@ def _fixed_folder(pattern: str) -> str:
     parts = pattern.split("/")[:-1]
     fixed_parts = next((n for n, part in enumerate(parts) if _WILD.search(part)), len(parts))
     return os.path.realpath("/".join(parts[:fixed_parts]) or "/")
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return os.path.commonpath((path, folder)) == folder

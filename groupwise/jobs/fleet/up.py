@@ -43,15 +43,15 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.disk_full import NO_ROOM, explain_disk_errors
+from groupwise.jobs.fleet.disk_full import explain_disk_errors
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning, new_owner
 from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
-from groupwise.jobs.fleet.files.folders import identity_of
 from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
@@ -68,7 +68,6 @@ from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
-from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.jobs.fleet.verbs import machines
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -280,18 +279,6 @@ class _Role:
     """The link on which a tracker announces ends of jobs."""
 
 
-def _identity_of(folder: Path) -> str:
-    try:
-        return identity_of(folder)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        raise UsageError(
-            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Every role reads and writes there: mend its "
-            "permissions, or begin this as its owner."
-        ) from None
-
-
 class _ControlPlane:
     """One process with one or more roles."""
 
@@ -313,7 +300,7 @@ class _ControlPlane:
         nats = None if place.nats_url is None else access_from(place.nats_url, os.environ)
         self._nats = nats and {"url": nats.shown, "whole": nats.is_shown_whole}
         uses_folder = any(self._uses_folder(role) for role in self._roles)
-        self._folder = _identity_of(place.folder) if uses_folder else None
+        self._folder = processes.folder_identity(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._play_dispatcher,
@@ -433,7 +420,7 @@ class _ControlPlane:
         gateway = Gateway(self._database)
         if settings.database is None:
             # the folder's lock shows that the previous dispatcher is gone, so its leases need not run out
-            await self._database.in_thread(records.end_all_leases)
+            await self._database.in_thread(records.end_leases)
         started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)

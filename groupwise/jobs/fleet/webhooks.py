@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx2
 from sqlalchemy import select
 
-from groupwise.jobs.fleet import tasks
+from groupwise.core import waiting
 from groupwise.jobs.fleet.queue.request import is_host
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
@@ -171,7 +171,7 @@ class WebhookOutlet:
 
     async def close(self) -> None:
         """Cancel deliveries in progress, which the next tracker tries again, and close the connections."""
-        await tasks.cancel_and_wait(
+        await waiting.cancel_and_wait(
             *(
                 worker
                 for destination in self._destinations.values()

@@ -415,7 +415,7 @@ def _type_adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def _validate(kind: type[T], document: object, label: str) -> T:
+def read_answer(kind: type[T], document: object, label: str) -> T:
     """Validate an object of an answer; `label` names it in messages. Raises BadAnswer."""
     try:
         return _type_adapter(kind).validate_python(_without_nulls(document))
@@ -427,18 +427,13 @@ def _validate(kind: type[T], document: object, label: str) -> T:
 
 def parse_member_state(document: object) -> MemberState:
     """Read the state of an attempt. Raises BadAnswer, as all readers below do."""
-    return _checked_member(_validate(MemberState, document, "the state of an attempt"))
+    return _checked_member(read_answer(MemberState, document, "the state of an attempt"))
 
 
 def _checked_member(state: MemberState) -> MemberState:
     if state.state is RunnerState.EXITED and state.exit is None:
         raise BadAnswer("the state of an attempt is exited: an exit record is expected")
     return state if state.engine_has is None else replace(state, engine_has=None)
-
-
-def parse_program_result(document: object) -> ProgramResult:
-    """Read the answer to `run`."""
-    return _validate(ProgramResult, document, "the answer to run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,19 +453,21 @@ class _HelloBody:
 
 def parse_hello(document: object) -> Hello:
     """Read the answer to `hello`."""
-    body = _validate(_HelloBody, document, "the answer to hello")
+    body = read_answer(_HelloBody, document, "the answer to hello")
     protocols = [n for n in body.protocols if isinstance(n, int)]
     derived = {
         "protocols": protocols or [body.protocol],
         "cgroup": body.cgroup.v2,
         "memory_limits": body.cgroup.memory,
     }
-    return _validate(Hello, {**cast("dict[str, Any]", document), **derived}, "the answer to hello")
+    return read_answer(
+        Hello, {**cast("dict[str, Any]", document), **derived}, "the answer to hello"
+    )
 
 
 def parse_observation(document: object) -> Observation:
     """Read the answer to `observe`."""
-    observed = _validate(Observation, document, "the observation")
+    observed = read_answer(Observation, document, "the observation")
     attempts: list[MemberState] = []
     strays = [*observed.quarantined]
     for state in map(_checked_member, observed.attempts):
@@ -503,14 +500,14 @@ class _CheckpointBody:
 def parse_work_tree(document: object) -> WorkTree:
     """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: a machine must not be able to write
     elsewhere on our disk."""
-    body = _validate(_TreeBody, document, "the manifest")
+    body = read_answer(_TreeBody, document, "the manifest")
     refused = list(body.refused)
     checkpoints: list[CheckpointTree] = []
     for entry in body.checkpoints:
         step = entry.get("step")
         if isinstance(step, int) and not 0 <= step <= MOST:
             continue  # older runners report impossible steps
-        checkpoint = _validate(_CheckpointBody, entry, "a checkpoint")
+        checkpoint = read_answer(_CheckpointBody, entry, "a checkpoint")
         outside: list[tuple[str, str]] = []
         files = _parse_files(checkpoint.files, outside)
         if outside or path_problems("checkpoint", checkpoint.path):
@@ -542,8 +539,3 @@ def _parse_files(entries: Mapping[str, Any], refused: list[tuple[str, str]]) -> 
         del files[path]
         refused.append((path, "a file of the list is its folder"))
     return files
-
-
-def parse_release(document: object) -> Release:
-    """Read the answer to `release`."""
-    return _validate(Release, document, "the answer to release")

@@ -173,7 +173,8 @@ class Runner:
         ):
             if len(batch) > 1 or sizes[batch[0]] <= BATCH:
                 data = await asyncio.to_thread(joined, batch)
-                await self._put_blobs([(sha256, sizes[sha256]) for sha256 in batch], data)
+                blobs = [(sha256, sizes[sha256]) for sha256 in batch]
+                await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
             else:
                 await self._put_in_parts(store, batch[0], sizes[batch[0]])
         return sum(sizes[sha256] for sha256 in lacking)
@@ -192,13 +193,11 @@ class Runner:
             if part in lacking:
                 lacking.remove(part)  # several parts may have the same content
                 data = await asyncio.to_thread(store.part, sha256, offset, length)
-                await self._put_blobs([(part, length)], data)
+                blobs = [(part, length)]
+                await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
             offset += length
         blob = {"blob": [sha256, size], "parts": [[part, length] for part, length in parts]}
         await self._call_runner("join", blob, timeout=DISK_TIMEOUT, longest=LONGEST_CALL)
-
-    async def _put_blobs(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
-        await self._call_runner("put", {"blobs": blobs}, data, timeout=DISK_TIMEOUT)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * DEFAULT_TIMEOUT) -> MemberState:
         """Start an attempt, unless it was started before. RunnerRefused `missing_blobs`: nothing was claimed yet."""
@@ -234,31 +233,30 @@ class Runner:
         answer = await self._call_runner(
             "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
         )
-        return _parse_state(answer)
+        return answers.parse_member_state(answer.body)
 
     async def run(
         self, arguments: Sequence[str], *, seconds: float = DEFAULT_TIMEOUT
     ) -> ProgramResult:
         """Run a program of the machine and wait for its end, for at most `seconds`."""
         body = {"arguments": list(arguments), "timeout": seconds}
-        return answers.parse_program_result(
-            (await self._call_runner("run", body, timeout=seconds + DEFAULT_TIMEOUT)).body
-        )
+        answer = await self._call_runner("run", body, timeout=seconds + DEFAULT_TIMEOUT)
+        return answers.read_answer(ProgramResult, answer.body, "the answer to run")
 
     async def void(
         self, job: str, epoch: int, *, because: str = "", timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """Ensure that an attempt never starts. If it has started already, the answer is its state."""
         body = {**_attempt_key(job, epoch), "because": because}
-        return _parse_state(await self._call_runner("void", body, timeout=timeout))
+        answer = await self._call_runner("void", body, timeout=timeout)
+        return answers.parse_member_state(answer.body)
 
     async def status(
         self, job: str, epoch: int, *, timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """The state of one attempt."""
-        return _parse_state(
-            await self._call_runner("status", _attempt_key(job, epoch), timeout=timeout)
-        )
+        answer = await self._call_runner("status", _attempt_key(job, epoch), timeout=timeout)
+        return answers.parse_member_state(answer.body)
 
     async def wait(
         self,
@@ -289,7 +287,8 @@ class Runner:
     ) -> MemberState:
         """Send TERM, and after `grace` seconds KILL, to all processes of an attempt. Answers at once; poll `status` to see the end."""
         body = {**_attempt_key(job, epoch), "grace": grace}
-        return _parse_state(await self._call_runner("kill", body, timeout=timeout))
+        answer = await self._call_runner("kill", body, timeout=timeout)
+        return answers.parse_member_state(answer.body)
 
     async def log(
         self,
@@ -391,9 +390,8 @@ class Runner:
         }
         if probe is not None:
             body["probe"] = list(probe)
-        return answers.parse_release(
-            (await self._call_runner("release", body, timeout=timeout)).body
-        )
+        answer = await self._call_runner("release", body, timeout=timeout)
+        return answers.read_answer(Release, answer.body, "the answer to release")
 
     async def forget(self, job: str, epoch: int, *, timeout: float = DISK_TIMEOUT) -> None:
         """Remove an attempt's folder. A launch that arrives later is still refused."""
@@ -443,10 +441,6 @@ class Runner:
 
 def _attempt_key(job: str, epoch: int) -> dict[str, Any]:
     return {"job": job, "epoch": epoch}
-
-
-def _parse_state(answer: RunnerResponse) -> MemberState:
-    return answers.parse_member_state(answer.body)
 
 
 def _list_field(answer: RunnerResponse, name: str) -> list[Any]:

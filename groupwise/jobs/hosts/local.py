@@ -8,13 +8,13 @@ A call ends when the answer is complete, not when the process's output ends: pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
@@ -92,7 +92,7 @@ class _Process:
         self.exchange = Exchange(request)
         self._child: subprocess.Popen[bytes] | None = None
         self._pipes: list[asyncio.BaseTransport] = []
-        self._open = {STANDARD_OUTPUT, STANDARD_ERROR}
+        self.open_outputs = {STANDARD_OUTPUT, STANDARD_ERROR}
         self._exited = asyncio.Event()
 
     async def start(
@@ -145,7 +145,7 @@ class _Process:
             os.close(handle)
             self.exchange.status = child.wait()  # returns at once
             self._exited.set()
-            self._check_for_end()
+            self.check_for_end()
 
         loop.add_reader(handle, has_ended)
         return child
@@ -154,34 +154,18 @@ class _Process:
         """Stop watching the process. If it does not end by itself, it is killed; processes that it has started are not."""
         self.exchange.drop()
         try:
-            await self._wait_for_exit(within=EXIT_GRACE if self.exchange.is_answered else 0)
+            await wait_at_most(EXIT_GRACE if self.exchange.is_answered else 0, self._exited)
         finally:
             for pipe in self._pipes:
                 pipe.close()
             assert self._child is not None
             if not self._exited.is_set():
                 self._child.kill()
-        await self._wait_for_exit(within=EXIT_GRACE)
+        await wait_at_most(EXIT_GRACE, self._exited)
 
-    async def _wait_for_exit(self, within: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                await self._exited.wait()
-
-    def take_output(self, number: int, data: bytes) -> None:
-        """Handle a piece of its standard output or error."""
-        if number == STANDARD_ERROR:
-            self.exchange.take_stderr(data)
-        else:
-            self.exchange.take_stdout(data)
-
-    def output_closed(self, number: int) -> None:
-        """Record that this output has ended."""
-        self._open.discard(number)
-        self._check_for_end()
-
-    def _check_for_end(self) -> None:
-        if self._exited.is_set() and not self._open:
+    def check_for_end(self) -> None:
+        """The answer is whole once the process and both its outputs have ended."""
+        if self._exited.is_set() and not self.open_outputs:
             self.exchange.end_of_output()
 
 
@@ -192,7 +176,11 @@ class _Pipe(asyncio.Protocol):
         self._process, self._number = process, number
 
     def data_received(self, data: bytes) -> None:
-        self._process.take_output(self._number, data)
+        if self._number == STANDARD_ERROR:
+            self._process.exchange.take_stderr(data)
+        else:
+            self._process.exchange.take_stdout(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._process.output_closed(self._number)
+        self._process.open_outputs.discard(self._number)
+        self._process.check_for_end()

@@ -549,10 +549,9 @@ async def read_host_key(
     *,
     jump: Address | None = None,
     agent_path: str | None = None,
-    timeouts: SshTimeouts | None = None,
 ) -> HostKey:
     """The host key that a machine shows, read through `jump` if given. Raises HostUnreachable; HostKeyError for the jump host's key."""
-    timeouts = timeouts or SshTimeouts()
+    timeouts = SshTimeouts()
     async with connect_semaphore():
         if jump is None:
             return await scan_host_key(host, port, timeout=timeouts.connect)

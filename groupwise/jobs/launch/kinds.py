@@ -7,7 +7,7 @@
 The fleet finds them as entry points of the group `groupwise.fleet_kinds`, calls `expand` once when it admits a job, and runs the command
 at each attempt. A row gets the same checks as in the command itself: a wrong key fails before a machine is used. No code that a row names
 is imported here: rewards in a file or a module, and pipelines, are resolved on the machine that runs the job. Only a reward that is given
-by its name alone is checked here.
+by its name alone is checked here. An algorithm in a file is refused, because its keys could not be checked without its code.
 
 `hyperparams` are config keys with their values, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and for GRPO the two
 length flags that have no column. A column that has no effect is rejected, as an option would be. So are machines and GPUs that would be
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from groupwise.algorithms.own import is_own
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.jobs.fleet.queue.request import request_document_from
 from groupwise.jobs.hosts.spec import JobSpec, path_problems
@@ -292,6 +293,12 @@ def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str
         if not _KEY.fullmatch(name):
             problems.append(
                 f"hyperparams: {name!r:.60} is no key of a config, as algorithm.beta is"
+            )
+            continue
+        if name == "algorithm.type" and is_own(str(value)):
+            problems.append(
+                f"hyperparams: {name} is {value!r:.60}, a class in a file, which a row cannot bring along. Submit the command, with the "
+                "project that has the file: groupwise fleet submit --project-dir . -- groupwise rl …"
             )
             continue
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import RunError, UsageError
@@ -221,6 +221,18 @@ class PartsOpened:
     """Fingerprint of the weights that the sampler serves; empty if there are none."""
     tells_trained_logprobs: bool = True
     """Signals that this server supports `trained_logprobs`; earlier versions do not."""
+
+
+@runtime_checkable
+class CallableEngine(Protocol):
+    """An engine whose parts can be called by name."""
+
+    @property
+    def reason(self) -> str | None:
+        """How the engine ended; None: it has not."""
+        ...
+
+    async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 class Engine(Protocol):

@@ -18,9 +18,9 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy
+from groupwise.core.waiting import ChangeNotifier
 from groupwise.runs.records import WarningRecord
 from groupwise.training.loops.drawing import load_into_sampler
 from groupwise.training.loops.run import Run

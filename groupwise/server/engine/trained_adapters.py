@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
@@ -30,6 +29,7 @@ from groupwise.core.types import (
     TopTokens,
     UpdateResult,
 )
+from groupwise.core.waiting import ChangeNotifier
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.multi_adapter import ModelParts, ModelRegistry, NewModel
 from groupwise.engine.models.bundled import BUNDLED
@@ -128,24 +128,21 @@ class EngineModels:
             shared = self._shared()
             if shared is not None:
                 _refuse_other_base(order.base, shared.model.name, f"the run {shared.name}")
-            if self._opened is None:
-                if shared is not None:
-                    self._opened = self._share_base(order, shared)
-                else:
-                    self._opened = await self._load_base(order)
+                if self._opened is None and shared.trains_all:
+                    raise FullFineTuning(
+                        f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. "
+                        "Stop it first, or have it train an adapter."
+                    )
+            if self._opened is None and shared is not None:
+                models = build.models_over(shared.parts, order.most + SAMPLERS, shared.name)
+                stops, most = shared.parts.stop_token_ids, order.most - 1
+                self._opened = _describe_base(
+                    order, shared.model, shared.layout, models, stops, most
+                )
+            elif self._opened is None:
+                self._opened = await self._load_base(order)
             _refuse_other_base(order.base, self._opened.base.name, "other models")
             return self._opened.base
-
-    def _share_base(self, order: OpenModels, shared: Shared) -> _OpenBase:
-        if shared.trains_all:
-            raise FullFineTuning(
-                f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
-                "it first, or have it train an adapter."
-            )
-        max_models = order.most + SAMPLERS
-        models = build.models_over(shared.parts, max_models, shared.name)
-        stops = shared.parts.stop_token_ids
-        return _describe_base(order, shared.model, shared.layout, models, stops, order.most - 1)
 
     async def _load_base(self, order: OpenModels) -> _OpenBase:
         config = load_config(

@@ -83,11 +83,6 @@ def count(transaction: Transaction, run: str, name: str, by: int = 1) -> None:
     )
 
 
-def count_refusal(transaction: Transaction, run: str, code: str) -> None:
-    """Count a refused request by its problem code."""
-    count(transaction, run, f"refused/{code}")
-
-
 def counters_of(transaction: Transaction, run: str) -> dict[str, int]:
     """All counters of a run by name, without those that were never increased."""
     rows = transaction.all("SELECT name, value FROM counters WHERE run = ? ORDER BY name", (run,))

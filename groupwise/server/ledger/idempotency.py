@@ -10,6 +10,9 @@ response is 202 Accepted; a retry waits for the same step.
 `InFlightRequests` covers the time before the response is committed: a request waits if one with the same key is already being handled. If
 the first request is refused, or its client disconnects, the next one does the work itself. Work before the transaction (sampling) may still
 be done twice, by two servers or after a kill; the ledger keeps the result that is stored first, and gives its response to both.
+
+The conversations of /v1/responses are kept as long: each response with all messages up to it, so that another can go on from it. A
+response belongs to the API key that asked for it.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from operator import itemgetter
 
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import Transaction
+from groupwise.tasks.openai.responses import KeptResponse
 
 RETENTION_SECONDS = 24 * 3600.0
 """How long a response is kept, in seconds of server uptime, which clock jumps do not change. The column `made_at` is uptime too. Rows
@@ -91,11 +96,14 @@ def run_idempotent(
 
 
 def delete_expired(transaction: Transaction) -> int:
-    """Delete the expired responses; returns their number."""
-    return transaction.execute(
-        "DELETE FROM answers WHERE made_at <= ? OR made_at > ?",
-        (transaction.uptime - RETENTION_SECONDS, transaction.uptime),
-    ).rowcount
+    """Delete the expired answers, and the expired responses of `/v1/responses`; returns their number."""
+    times = (transaction.uptime - RETENTION_SECONDS, transaction.uptime)
+    return sum(
+        transaction.execute(
+            f"DELETE FROM {table} WHERE made_at <= ? OR made_at > ?", times
+        ).rowcount
+        for table in ("answers", "responses")
+    )
 
 
 class InFlightRequests:
@@ -213,3 +221,38 @@ def _check_body(key: AnswerKey, body_hash: str) -> None:
             f"the Idempotency-Key {key.key[:80]!r} came with another body of {key.route} within 24 hours. "
             "Make a new key for each new request.",
         )
+
+
+def keep_response(transaction: Transaction, caller: Caller, kept: KeptResponse) -> None:
+    """Keep a response, in the transaction that its completion is stored in."""
+    transaction.execute(
+        "INSERT OR REPLACE INTO responses (id, key_id, response, messages, made_at) VALUES (?, ?, ?, ?, ?)",
+        (
+            *(kept.response["id"], caller.key_id),
+            *(pack_json(kept.response), pack_json(kept.messages), transaction.uptime),
+        ),
+    )
+
+
+def read_response(
+    transaction: Transaction, caller: Caller, id: str, field: str = "response_id"
+) -> KeptResponse:
+    """A kept response. Refuses with `unknown_response`, which names `field`."""
+    row = transaction.first(
+        "SELECT response, messages FROM responses WHERE id = ? AND key_id = ? AND made_at > ? AND made_at <= ?",
+        (id, caller.key_id, transaction.uptime - RETENTION_SECONDS, transaction.uptime),
+    )
+    if row is None:
+        problem = (
+            f"there is no response {id[:200]!r} of this key: it was never kept (`store: false`), was deleted, or is older than a day. "
+            "Repeat the conversation as `input`"
+        )
+        error = FieldError(field=field, message=problem)
+        raise Refusal("unknown_response", f"{field}: {problem}.", errors=[error])
+    return KeptResponse(unpack_json(row[0]), unpack_json(row[1]))
+
+
+def delete_response(transaction: Transaction, caller: Caller, id: str) -> None:
+    """Delete a kept response; those that went on from it stay. Refuses with `unknown_response`."""
+    read_response(transaction, caller, id)
+    transaction.execute("DELETE FROM responses WHERE id = ?", (id,))

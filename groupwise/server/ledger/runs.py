@@ -137,12 +137,6 @@ def set_run_state(
     return read_run(transaction, run)
 
 
-def new_incarnation(transaction: Transaction, run: str) -> int:
-    """Count that steps of the run were taken again and may differ in their last bits; returns the count."""
-    transaction.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE run = ?", (run,))
-    return read_run(transaction, run).incarnation
-
-
 def require_active(transaction: Transaction, run: str) -> None:
     """Refuse with `finished` if the run is not the active one."""
     row = read_run(transaction, run)
@@ -155,20 +149,16 @@ def require_active(transaction: Transaction, run: str) -> None:
 
 
 def _run_row(row: Row) -> RunRow:
-    run, folder, settings, config, *columns, tokenizer = row
-    documents = unpack_json(settings), unpack_json(config)
-    return RunRow(run, folder, *documents, *columns, tokenizer=_unpack_tokenizer(tokenizer))
+    run, folder, settings, config, *columns, packed = row
+    documents, tokenizer = (unpack_json(settings), unpack_json(config)), None
+    if packed is not None:
+        facts = unpack_json(packed)
+        tokenizer = Tokenizer(facts["hash"], tuple(facts["stop_token_ids"]))
+    return RunRow(run, folder, *documents, *columns, tokenizer=tokenizer)
 
 
 def _pack_tokenizer(tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else pack_json(asdict(tokenizer))
-
-
-def _unpack_tokenizer(packed: str | None) -> Tokenizer | None:
-    if packed is None:
-        return None
-    facts = unpack_json(packed)
-    return Tokenizer(facts["hash"], tuple(facts["stop_token_ids"]))
 
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")

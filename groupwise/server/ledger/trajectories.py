@@ -347,7 +347,7 @@ def member_of_call(transaction: Transaction, call: str) -> tuple[str, int]:
 
 
 def member_of_calls(
-    transaction: Transaction, calls: Sequence[str], trajectory: str | None, field: str
+    transaction: Transaction, calls: Sequence[str], trajectory: str | None
 ) -> tuple[str, int]:
     """Group and member of the trajectory that consists of exactly these calls, in this order.
 
@@ -362,12 +362,12 @@ def member_of_calls(
         raise _wrong_calls(
             f"the calls belong to the groups {' and '.join(groups[:2])}; the first was full before the trajectory was rewarded. Run at "
             "most as many trajectories of a group at once as it has places, or name each",
-            field,
+            "completion_ids",
         )
     if len(members) > 1 and names != {None}:
-        raise _wrong_calls("the calls belong to different trajectories", field)
+        raise _wrong_calls("the calls belong to different trajectories", "completion_ids")
     if trajectory is not None and names != {label(trajectory)}:
-        raise _wrong_calls(f"the calls are not those of {trajectory[:80]!r}", field)
+        raise _wrong_calls(f"the calls are not those of {trajectory[:80]!r}", "completion_ids")
     group, member = groups[0], members[0]
     rewarded = transaction.value(
         f"SELECT count(*) FROM member_rewards WHERE id = ? AND member IN ({', '.join('?' * len(members))})",

@@ -30,7 +30,7 @@ from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import responses, runs, trajectories
+from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
@@ -189,11 +189,11 @@ class OpenAIService:
         self, caller: Caller, id: str, field: str = "response_id"
     ) -> KeptResponse:
         """A response of /v1/responses. Refuses with `unknown_response`, which names `field`."""
-        return await self._ledger.do(responses.read_response, caller, id, field)
+        return await self._ledger.do(idempotency.read_response, caller, id, field)
 
     async def delete_response(self, caller: Caller, id: str) -> None:
         """Delete a kept response. Refuses with `unknown_response`."""
-        await self._ledger.do(responses.delete_response, caller, id)
+        await self._ledger.do(idempotency.delete_response, caller, id)
 
     # --- completions -----------------------------------------------------------------------------
 

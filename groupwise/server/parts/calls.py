@@ -17,8 +17,8 @@ from typing import Any
 
 from groupwise.api.schemas.parts import AnyVerb, CallAnswer, CallError, CallRequest
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.waiting import ChangeNotifier
 
 MOST_CALLS = 4096
 """Limit on calls in progress and answers not yet fetched."""
@@ -158,21 +158,19 @@ class Calls:
     async def _run_in_order(self, number: int, request: CallRequest) -> Any:
         try:
             if request.after is not None:
-                await self._wait_for_earlier(request.after)
+                try:
+                    async with asyncio.timeout(self._longest_wait):
+                        while not self._is_over(request.after):
+                            await self._call_ended.next_event.wait()
+                except TimeoutError:
+                    raise UsageError(
+                        f"The call {request.after}, after which this one was to be done, was not over within {self._longest_wait:g} "
+                        "seconds."
+                    ) from None
             return await self._run_call(request.do)
         finally:
             if request.after is not None:
                 asyncio.get_running_loop().call_soon(self._note_over, number)  # once it is done
-
-    async def _wait_for_earlier(self, number: int) -> None:
-        try:
-            async with asyncio.timeout(self._longest_wait):
-                while not self._is_over(number):
-                    await self._call_ended.next_event.wait()
-        except TimeoutError:
-            raise UsageError(
-                f"The call {number}, after which this one was to be done, was not over within {self._longest_wait:g} seconds."
-            ) from None
 
     def _is_over(self, number: int) -> bool:
         """True if the call and all ordered ones before it are over."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from groupwise.api.schemas import parts as wire
 from groupwise.api.schemas.activity import LoopElsewhere
@@ -40,11 +40,18 @@ from groupwise.api.schemas.parts import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.server.engine.engine_protocol import Engine, EngineLost, OpenParts, PartsOpened
+from groupwise.server.engine.engine_protocol import (
+    CallableEngine,
+    Engine,
+    EngineLost,
+    OpenParts,
+    PartsOpened,
+)
 from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
+from groupwise.server.run.lifecycle import Runs
 from groupwise.server.run.run_config import AllowedModels, allowed_model
 
 logger = logging.getLogger(__name__)
@@ -58,27 +65,6 @@ LOOK_EVERY = 5.0
 
 
 GoneCode = Literal["parts_gone", "parts_taken"]
-
-
-class Runs(Protocol):
-    """Other users of the machine; see `groupwise.server.run.service.Service`."""
-
-    machine_lock: asyncio.Lock
-
-    def active_conductor(self) -> Any: ...
-
-    async def make_room(self, for_user: str) -> None: ...
-
-
-class CallableEngine(Protocol):
-    """An engine whose parts can be called by name."""
-
-    @property
-    def reason(self) -> str | None:
-        """How the engine ended; None: it has not."""
-        ...
-
-    async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +197,13 @@ class PartsService:
         """How the work would be laid out on this machine. An engine started for this is kept for the next parts."""
         async with self._planning:
             async with self._runs.machine_lock:
-                engine = await self._engine_to_plan()
+                if self._parts is not None:  # a plan may take long or crash its engine
+                    engine = await _await_engine(self._make_engine())
+                elif self._runs.active_conductor() is not None:
+                    raise _run_is_active()
+                else:
+                    await self._runs.make_room(NAME)
+                    engine = await self._fresh_engine()
             self._spare_until = self._clock() + self._silence
             try:
                 with self._model_description(request.described) as folder:
@@ -247,15 +239,6 @@ class PartsService:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             yield folder
-
-    async def _engine_to_plan(self) -> CallableEngine:
-        """The spare engine; if parts are open, a separate engine, because a plan may take long or crash its engine."""
-        if self._parts is not None:
-            return await _await_engine(self._make_engine())
-        if self._runs.active_conductor() is not None:
-            raise _run_is_active()
-        await self._runs.make_room(NAME)
-        return await self._fresh_engine()
 
     async def _fresh_engine(self) -> CallableEngine:
         """A running engine in which nothing is open."""

@@ -6,9 +6,8 @@ server shuts down. Each stream holds a connection, so their number is limited.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
@@ -16,7 +15,8 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.routes.context import Context, Serving
+from groupwise.core.waiting import wait_for_first
+from groupwise.server.routes.context import Context
 
 TAG = "training"
 AT_ONCE = 100
@@ -75,23 +75,9 @@ async def events(
                 raw_data=event.model_dump_json(), event=event.kind, id=str(event.id)
             )
             last_id = event.id
-        await _wait_for_event(serving, last_id)
-
-
-async def _wait_for_event(serving: Serving, last_id: int) -> None:
-    """Wait until there is another event, or the server shuts down."""
-    waits: list[asyncio.Task[Any]] = [
-        asyncio.create_task(serving.service.next_event(last_id, LONGEST_WAIT)),
-        asyncio.create_task(serving.ending.wait()),
-    ]
-    try:
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in waits:
-            task.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        await wait_for_first(
+            serving.service.next_event(last_id, LONGEST_WAIT), serving.ending.wait()
+        )
 
 
 ROUTES = (

@@ -18,8 +18,7 @@ from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.responses import DeletedResponse, ResponseData, ResponsesRequest
 from groupwise.api.schemas.training import MAX_NAME
-from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.ledger.responses import keep_response
+from groupwise.server.ledger.idempotency import StoredResponse, keep_response
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.context import Context, RequestContext

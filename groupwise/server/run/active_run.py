@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import ChangeNotifier
+from groupwise.core.waiting import ChangeNotifier
 from groupwise.runs import find
 from groupwise.server.ledger.runs import RunRow, Tokenizer
 from groupwise.server.run.conductor import Conductor, RunStatus
@@ -66,15 +64,6 @@ class ActiveRun:
     def last_status(self) -> RunStatus | None:
         """The run's status; None if no engine has opened it since the server started."""
         return self.conductor.last_status if self.conductor else None
-
-    async def next_beat(self, beat: asyncio.Event, deadline: float) -> bool:
-        """Wait for a beat of `changed`; False if the deadline (monotonic clock) comes first."""
-        try:
-            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
-                await beat.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def is_manual(self) -> bool:
         """True if steps are taken only on a client's request."""

@@ -24,6 +24,7 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Prompt
+from groupwise.core.waiting import wait_at_most
 from groupwise.server.engine.engine_protocol import SampleOrder
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
@@ -152,7 +153,7 @@ class CompletionsAndRewards:
             )
             if answer is not None:
                 break
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
                 )
@@ -181,7 +182,7 @@ class CompletionsAndRewards:
             replaced = self._active_run.any_run().run != run
             if is_done(result) or replaced or self._active_run.is_over():
                 return result
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 return result
 
 

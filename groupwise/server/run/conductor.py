@@ -22,15 +22,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind, Phase, StartRequest
-from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, StoreError, UsageError
 from groupwise.core.types import Policy
+from groupwise.core.waiting import ChangeNotifier, wait_for_first
 from groupwise.runs.folder import CHECKPOINTS
-from groupwise.server.engine.engine_protocol import Engine, Opened, OpenRun, Plan, StepDone
+from groupwise.server.engine.engine_protocol import (
+    Engine,
+    EngineLost,
+    Opened,
+    OpenRun,
+    Plan,
+    StepDone,
+)
 from groupwise.server.ledger import events, groups, plans
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
@@ -305,7 +312,8 @@ class Conductor:
                 await self._supervisor.wait_for_disk(self.status.folder)
             else:
                 await self._supervisor.pause(error)
-            await self._add_event(EventKind.ENGINE_LOST, message=str(error))
+            detail = {"message": str(error)}
+            await self._ledger.do(events.add_event, self._run_name, EventKind.ENGINE_LOST, detail)
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
@@ -355,19 +363,7 @@ class Conductor:
             self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
         self._set_opened(opened)
-        await self._note_committed(engine, opened)
-        exact = True
-        for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
-            if plan.trained is not None:
-                exact = await self._take_step(engine, plan) and exact
-        reason = self.last_error or "it ended the engine"
-        await self._ledger.do(steps.quarantine_failing, opened.run, reason)
-        await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
-        self._engine = engine
-        return engine
-
-    async def _note_committed(self, engine: Engine, opened: Opened) -> None:
-        """Record steps that were committed when the engine, or this process, ended before the ledger was updated."""
+        # Record steps that were committed when the engine, or this process, ended before the ledger was updated.
         next_step = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
             if manifest.step >= next_step:
@@ -378,6 +374,15 @@ class Conductor:
                 f"The run {opened.run} stands after {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
                 "Restore the one that belongs to the run."
             )
+        exact = True
+        for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
+            if plan.trained is not None:
+                exact = await self._take_step(engine, plan) and exact
+        reason = self.last_error or "it ended the engine"
+        await self._ledger.do(steps.quarantine_failing, opened.run, reason)
+        await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
+        self._engine = engine
+        return engine
 
     def _set_opened(self, opened: Opened) -> None:
         previous = self.last_status
@@ -417,7 +422,9 @@ class Conductor:
                 steps.plan_when_due, self._run_name, size, self.request.staleness
             )
             if plan is None:
-                await self._wait_for_nudge(engine)
+                for lost in await wait_for_first(self._nudged.wait(), engine.lost()):
+                    if isinstance(lost, EngineLost):
+                        raise lost
             else:
                 await self._take_step(engine, plan)
 
@@ -456,19 +463,6 @@ class Conductor:
             status.seconds_per_step or metrics.get("time/step", math.nan),
         )
 
-    async def _wait_for_nudge(self, engine: Engine) -> None:
-        """Wait for a nudge. Raises EngineLost if the engine ends first."""
-        nudged = asyncio.ensure_future(self._nudged.wait())
-        lost = asyncio.ensure_future(engine.lost())
-        try:
-            await asyncio.wait((nudged, lost), return_when=asyncio.FIRST_COMPLETED)
-            if lost.done():
-                raise lost.result()
-        finally:
-            for task in (nudged, lost):
-                task.cancel()
-            await asyncio.gather(nudged, lost, return_exceptions=True)
-
     @property
     def _run_name(self) -> str:
         assert self._order.run is not None, "it was opened"
@@ -484,6 +478,3 @@ class Conductor:
         if (status.folder / CHECKPOINTS / f"step-{status.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, status.run, status.step)
             self._changed.notify()
-
-    async def _add_event(self, kind: EventKind, **data: Any) -> None:
-        await self._ledger.do(events.add_event, self._run_name, kind, data)

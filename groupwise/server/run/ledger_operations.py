@@ -199,7 +199,7 @@ def _member_of(
         assert request.trajectory is not None, "one of the two is given"
         return trajectories.member_named(transaction, run, caller.key_id, request.trajectory)
     calls = [members.parse_id(name).call or name for name in request.completion_ids]
-    return trajectories.member_of_calls(transaction, calls, request.trajectory, "completion_ids")
+    return trajectories.member_of_calls(transaction, calls, request.trajectory)
 
 
 def close_group(transaction: Transaction, run: str, name: str, caller: Caller) -> CloseAnswer:

@@ -57,6 +57,21 @@ class MachineUser(Protocol):
         ...
 
 
+class Runs(Protocol):
+    """The server's runs, as other users of the machine see them; see `groupwise.server.run.service.Service`."""
+
+    machine_lock: asyncio.Lock
+    """Held while a run, or an engine of another kind, is started or ended."""
+
+    def active_conductor(self) -> Conductor | None:
+        """The run that has an engine, or will soon have one again; None if there is none."""
+        ...
+
+    async def make_room(self, for_user: str) -> None:
+        """Refuse with `run_active` if something other than `for_user` uses the machine."""
+        ...
+
+
 class RunLifecycle:
     """Starting and ending of runs."""
 

@@ -7,8 +7,9 @@ import time
 from contextlib import suppress
 
 from groupwise.core.errors import GroupwiseError
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger import idempotency, responses
+from groupwise.server.ledger import idempotency
 from groupwise.server.ledger.transaction import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
@@ -39,9 +40,7 @@ class PeriodicTasks:
 
     async def stop(self) -> None:
         """Stop both tasks."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
 
     async def _tick(self) -> None:
         """Every few seconds store the uptime and end groups whose lease has expired; from time to time delete old answers and
@@ -57,7 +56,6 @@ class PeriodicTasks:
                         await self._active_run.conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
                     await self._ledger.do(idempotency.delete_expired)
-                    await self._ledger.do(responses.delete_expired)
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:

@@ -18,9 +18,10 @@ from groupwise.api.schemas.training import (
     Throughput,
     TokenizerAnswer,
 )
+from groupwise.core.waiting import wait_at_most
 from groupwise.server.engine.engine_protocol import Probe
 from groupwise.server.ledger import events, runs
-from groupwise.server.ledger.runs import RunRow, RunState, Tokenizer, tokenizer_answer
+from groupwise.server.ledger.runs import RunState, Tokenizer, tokenizer_answer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
 from groupwise.server.run.active_run import ActiveRun
@@ -94,32 +95,26 @@ class Queries:
             beat = self._active_run.changed.next_event
             if self._active_run.shutting_down or await self.last_event() > after:
                 return
-            if not await self._active_run.next_beat(beat, deadline):
+            if not await wait_at_most(deadline - time.monotonic(), beat):
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:
-        """Open the files of a version."""
-        row, version_in_run = await self._resolve_version(version)
+        """Open the files of a version, which may name a checkpoint, another run, or the current run."""
+        row, version_in_run = self._active_run.any_run(), version
+        if version is not None and version != LATEST and not version.isdecimal():
+            rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
+            checkpoint = await asyncio.to_thread(
+                NamedCheckpoints(self._active_run.config.folder).find, version
+            )
+            if checkpoint is not None and checkpoint.run in rows:
+                row, version_in_run = rows[checkpoint.run], str(checkpoint.step)
+            else:
+                row = rows.get(version.rpartition("@")[0], row)
 
         def opened() -> OpenVersion:
             return self._active_run.versions(row).open(version_in_run)
 
         return await asyncio.to_thread(opened)
-
-    async def _resolve_version(self, version: str | None) -> tuple[RunRow, str | None]:
-        """The run that a version belongs to, and its name within that run. `version` may name a checkpoint, another run, or the current
-        run.
-        """
-        latest = self._active_run.any_run()
-        if version is None or version == LATEST or version.isdecimal():
-            return latest, version
-        rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        checkpoint = await asyncio.to_thread(
-            NamedCheckpoints(self._active_run.config.folder).find, version
-        )
-        if checkpoint is not None and checkpoint.run in rows:
-            return rows[checkpoint.run], str(checkpoint.step)
-        return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:
         """The data that a client needs to render and tokenise like the server."""

@@ -147,7 +147,7 @@ class Service:
         latest = self._active_run.latest
         if latest is not None:
             with suppress(GroupwiseError):  # a counter is not worth a failure
-                await self._ledger.do(events.count_refusal, latest.run, code)
+                await self._ledger.do(events.count, latest.run, f"refused/{code}")
 
     # --- called by the other protocols -----------------------------------------------------------
 

@@ -207,7 +207,8 @@ def note_recovery(transaction: Transaction, run: str, exact: bool, why: str | No
     if exact:
         events.add_event(transaction, run, EventKind.RECOVERED, {})
         return
-    incarnation = runs.new_incarnation(transaction, run)
+    transaction.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE run = ?", (run,))
+    incarnation = runs.read_run(transaction, run).incarnation
     data = {"message": why, "data": {"incarnation": incarnation}}
     events.add_event(transaction, run, EventKind.RECOVERED_INEXACT, data)
 

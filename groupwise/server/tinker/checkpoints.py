@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from groupwise.core.errors import StoreError, UsageError
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.server.engine.saved_adapters import CheckpointNote, SavedFolders
 from groupwise.server.engine.verb_protocol import ModelSpec, Stored
 from groupwise.server.tinker.sessions import NotFound, path_of
@@ -64,9 +65,7 @@ class Checkpoints:
 
     async def close(self) -> None:
         """Stop removing expired checkpoints."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await cancel_and_wait(self._sweeper)
 
     # --- saving and loading ----------------------------------------------------------------------
 

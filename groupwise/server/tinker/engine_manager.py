@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 from groupwise.api.http.bodies import read_body
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
 from groupwise.engine.models.bundled import ALIASES, BUNDLED, cached_folder
-from groupwise.server.engine.engine_protocol import EngineLost, OpenModels
+from groupwise.server.engine.engine_protocol import CallableEngine, EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.engine.verb_protocol import (
     Base,
@@ -39,6 +39,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
+from groupwise.server.run.lifecycle import Runs
 from groupwise.server.run.run_config import MODEL_FILE, AllowedModels, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
@@ -53,28 +54,6 @@ LOSSES = 3
 """Number of engines that may be lost to one call before the call fails."""
 RETRY_INTERVAL = 0.2
 """Seconds between two checks of a run that is starting, recovering or ending."""
-
-
-class Runs(Protocol):
-    """The server's runs; see `groupwise.server.run.service.Service`."""
-
-    machine_lock: asyncio.Lock
-    """Held while a run, or an engine of another kind, is started or ended."""
-
-    def active_conductor(self) -> Conductor | None:
-        """The run that has an engine, or will soon have one again; None if there is none."""
-        ...
-
-    async def make_room(self, for_user: str) -> None:
-        """Refuse with `run_active` if something other than `for_user` uses the machine."""
-        ...
-
-
-@runtime_checkable
-class CallableEngine(Protocol):
-    """An engine whose parts can be called by name."""
-
-    async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.waiting import wait_at_most
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Outcome
 from groupwise.server.ledger.writer import Ledger
@@ -264,10 +265,7 @@ class Futures:
                 f"The answer to the request {id} is no longer kept: the last {self._limits.answers} are."
             )
         call = self._calls[id]
-        try:
-            async with asyncio.timeout(timeout):
-                await call.settled.wait()
-        except TimeoutError:
+        if not await wait_at_most(timeout, call.settled):
             return None
         if self._unfetched.pop(id, None) is not None:
             self._fetched[id] = call

@@ -165,26 +165,15 @@ def prompt_targets(body: requests.Sample, prompt_length: int) -> tuple[int, ...]
 
 
 def _sampling_params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
-    texts, tokens = _split_stops(settings.stop, base)
+    """Without `stop` the base's stop tokens end a completion, with an empty list nothing does; otherwise both."""
+    stop = settings.stop
+    stops = [stop] if isinstance(stop, str) and stop else list(stop or ())
+    own = base.stop_token_ids if stop is None or stop else ()
     return SamplingParams(
         max_tokens=settings.max_tokens or room,
         temperature=settings.temperature,
-        stop_token_ids=tokens,
-        stop=texts,
+        stop_token_ids=(*own, *(each for each in stops if isinstance(each, int))),
+        stop=tuple(each for each in stops if isinstance(each, str)),
         top_k=settings.top_k if settings.top_k > 0 else None,
         top_p=settings.top_p if settings.top_p < 1 else None,
     )
-
-
-def _split_stops(
-    stop: str | list[str] | list[int] | None, base: Base
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Texts and token ids that end a completion."""
-    if stop is None:
-        return (), base.stop_token_ids
-    if not stop:
-        return (), ()
-    stops = [stop] if isinstance(stop, str) else stop
-    texts = tuple(stop for stop in stops if isinstance(stop, str))
-    tokens = tuple(stop for stop in stops if isinstance(stop, int))
-    return texts, (*base.stop_token_ids, *tokens)

@@ -153,6 +153,12 @@ class Selection:
                 self._note_for_replay(group, choice)
         self._kept_draws.clear()
 
+    @property
+    def replayable_draws(self) -> set[int]:
+        """The draws whose completions may be trained on again."""
+        entries = self.replay.entries if self.replay is not None else ()
+        return {entry.payload[2] for entry in entries} - {None}
+
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The share and success of each kind of group that a step trains, and statistics of the pools."""
         metrics: dict[str, float] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.core.processes.program import ProcessGroup
 from groupwise.tasks.external.protocol import PROTOCOL, Program, words_of
 
+PREFIX = "groupwise-environment-"
+MAX_ADDRESS = 103
+"""Bytes of the path of a Unix socket (macOS; Linux takes 107)."""
 MAX_LINE = 1 << 28
 """Bytes of one answer."""
 NICENESS = 5
@@ -31,6 +35,10 @@ LOOK_EVERY = 0.05
 """Seconds between two checks whether a starting process is alive."""
 LAST_WORDS = 1.0
 """Seconds for a process whose socket has closed to end by itself, so that its own exit code is reported."""
+MAX_LOG = 1 << 20
+"""Bytes of its output; of more only the last are kept, so that an environment that prints without end does not fill the disk."""
+TRIM_EVERY = 0.5
+"""Seconds between two checks of the length of its output."""
 PAGE = 1000
 """Examples of one call."""
 
@@ -48,12 +56,13 @@ class EnvironmentProcess:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._folder = Path(tempfile.mkdtemp(prefix="groupwise-environment-"))
+        self._folder = _folder_for_socket()
         self._group: ProcessGroup | None = None
         self._server: asyncio.Server | None = None
         self._connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._lost: str | None = None
@@ -78,6 +87,7 @@ class EnvironmentProcess:
             environment=variables,
             niceness=NICENESS,
         )
+        self._trimming = asyncio.ensure_future(self._trim())
         try:
             async with asyncio.timeout(limit):
                 while not self._connected.done():
@@ -156,9 +166,10 @@ class EnvironmentProcess:
     async def close(self) -> None:
         """End it, and remove its files."""
         self.kill("the run has ended it")
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        tasks = [task for task in (self._reading, self._trimming) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
         if self._server is not None:
@@ -198,6 +209,13 @@ class EnvironmentProcess:
                 await asyncio.sleep(LOOK_EVERY)
             self._lose(self._ending())
 
+    async def _trim(self) -> None:
+        """Keep its output short until it is closed."""
+        assert self._group is not None, "its output is trimmed once it was started"
+        while True:
+            self._group.trim_output(MAX_LOG)
+            await asyncio.sleep(TRIM_EVERY)
+
     def _ending(self) -> str:
         """How the process ended, for messages. Kills what is left of it."""
         assert self._group is not None, "only a started process ends"
@@ -209,6 +227,15 @@ class EnvironmentProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ProcessLost(self._lost))
+
+
+def _folder_for_socket() -> Path:
+    """A new folder for the socket and the log: below /tmp if the folder for temporary files has too long a path, as on some clusters."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    if len(os.fsencode(folder / "socket")) > MAX_ADDRESS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

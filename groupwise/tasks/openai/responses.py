@@ -2,7 +2,7 @@
 
 The items of a request become messages: calls of tools belong to the message of the assistant before them. A response of the policy is one
 message, if there is text, followed by its calls. A kept response is stored with all messages up to it
-(`groupwise.server.ledger.responses`).
+(`groupwise.server.ledger.idempotency`).
 """
 
 from __future__ import annotations

@@ -69,6 +69,9 @@ THE_RUNS = (
     *("repetition_penalty", "logit_bias", "top_logprobs", "store", "metadata"),
 )
 """Fields of a request that the run decides."""
+MOST_CHARACTERS_OF_A_TOKEN = 256
+"""No known vocabulary has a longer token. A message that exceeds a prompt by this is refused before it is tokenised, since 10 MB keep the
+run's event loop busy for 10 s."""
 SESSION = "x-session-id"
 RETRY_COUNT = "x-stainless-retry-count"
 """Header of OpenAI's client: how often it has sent this request before."""
@@ -136,11 +139,7 @@ class PolicyCalls:
         ids = self._prompt_ids(ask)
         room = self._longest - len(ids)
         if room < 1:
-            self.cut_by = "tokens"
-            raise Refusal(
-                "prompt_too_long",
-                f"This model's maximum context length is {self._longest} tokens, and the messages have {len(ids)}.",
-            )
+            raise self._too_long(f"{len(ids)}")
         turn = self._begun
         self._begun += 1
         own = self._ask.params
@@ -201,9 +200,21 @@ class PolicyCalls:
             return prompt
         try:
             prompt = prompt if isinstance(prompt, str) else messages_of(prompt)
+            texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+            most = self._longest * MOST_CHARACTERS_OF_A_TOKEN
+            if any(isinstance(text, str) and len(text) > most for text in texts):
+                raise self._too_long(f"one of more than {most} characters")
             return first_ids(self.tokenizer, prompt, (), ask.columns)
         except (TaskError, Unusable) as error:
             raise field_refusal(ask.field_names["prompt"], str(error)) from None
+
+    def _too_long(self, length: str) -> Refusal:
+        """The refusal of a prompt for which there is no room; it also marks the attempt as cut off."""
+        self.cut_by = "tokens"
+        return Refusal(
+            "prompt_too_long",
+            f"This model's maximum context length is {self._longest} tokens, and the messages have {length}.",
+        )
 
     async def _token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(render_prompt(self.tokenizer, [id]) for id in token_ids)

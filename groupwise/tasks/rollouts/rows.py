@@ -18,6 +18,7 @@ from groupwise.core.types import (
     MaskedTokens,
     Rollout,
     RolloutCredit,
+    RoutedExperts,
     Row,
     Segment,
     SiblingRowStats,
@@ -216,6 +217,7 @@ def _make_row(
     logprobs: list[float] = []
     temperatures: set[float] = set()
     withheld: list[MaskedTokens] = []
+    routed: list[RoutedExperts] = []
     for segment in segments:
         length = len(segment.token_ids)
         withheld += _tokens_withheld(segment, len(ids))
@@ -224,6 +226,11 @@ def _make_row(
         logprobs.extend(segment.sampling_logprobs or [0.0] * length)
         if segment.params is not None:
             temperatures.add(segment.params.temperature)
+        if (chosen := segment.routed_experts) is not None:
+            # A later request sees all earlier tokens, but these were drawn by what an earlier one chose.
+            first = max(chosen.first, routed[-1].end if routed else 0)
+            end = min(chosen.end, len(prompt_ids) + len(ids) - 1)
+            routed += [chosen.part(first, end)] if first < end else []
     assert len(temperatures) == 1, f"one row, several temperatures: {sorted(temperatures)}"
     return Row(
         prompt_ids=prompt_ids,
@@ -234,6 +241,7 @@ def _make_row(
         scale=weight.scale,
         temperature=temperatures.pop(),
         withheld=tuple(withheld),
+        routed_experts=tuple(routed),
     )
 
 

@@ -88,4 +88,5 @@ def policy_segment(
         seed=completion.seed,
         finish_reason=completion.finish_reason,
         prompt_ids=prompt_ids,
+        routed_experts=completion.routed_experts,
     )

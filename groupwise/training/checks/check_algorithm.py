@@ -12,6 +12,7 @@ one of these, the same run would learn something else on another machine. The gr
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ def check_algorithm(algorithm: Algorithm, name: str) -> Iterator[Finding]:
             "problem",
             str(error),
             "the first step of a training would fail in the same way",
+            "groupwise.algorithms.family.GroupRelative says what each method is given and returns",
         )
         return
     broken = {test: where for test, where in tests.items() if where}
@@ -77,19 +79,19 @@ _ADVICE = {
         "give None for rollouts whose outcome is not scored; `to_members` of groupwise.algorithms.advantages does",
     ),
     "gradient": (
-        "training would move nothing, or break the weights",
-        "look at the advantages that `credits` returns, and at the sum in `loss`",
+        "training would move nothing, or break the weights, so that the other tests were left out",
+        "look at what `surrogate` and `scale` return, at the sum in `loss`, and whether `denominator` can be 0",
     ),
 }
 """What each test's violation means, and what to do."""
 
 
 def _violations(algorithm: Algorithm) -> dict[str, str]:
-    """Where each test is violated; empty if it is not."""
+    """Where each test is violated; empty if it is not. Without a gradient nothing else is tested."""
     groups = [_group(draw) for draw in range(GROUPS)]
     whole = _gradient(algorithm, groups)
-    slopes = [slope for rows in whole.values() for row in rows for slope in row]
-    sound = all(abs(slope) < float("inf") for slope in slopes) and any(slopes)
+    if faulty := _no_gradient(whole):
+        return {"gradient": faulty}
     turned = [replace(group, rollouts=group.rollouts[::-1]) for group in groups]
     credited = [
         credit is not None
@@ -98,7 +100,7 @@ def _violations(algorithm: Algorithm) -> dict[str, str]:
         if rollout.outcome != "scored"
     ]
     return {
-        "gradient": "" if sound else "it is 0 everywhere, or not finite",
+        "gradient": "",
         "micro-batching": _difference(whole, _gradient(algorithm, groups, size=1)),
         "padding": _difference(whole, _gradient(algorithm, groups, padding=3)),
         "order of rollouts": _difference(whole, _gradient(algorithm, turned)),
@@ -137,6 +139,16 @@ def _gradient(
             assert row.rollout is not None
             found.setdefault(row.rollout, []).append(of_row)
     return found
+
+
+def _no_gradient(gradient: Gradient) -> str:
+    """Say where a gradient is not finite, or that it is 0 everywhere; empty if neither is so."""
+    for (draw, member), rows in gradient.items():
+        slopes = [slope for row in rows for slope in row]
+        if not all(math.isfinite(slope) for slope in slopes):
+            return f"the gradient of rollout {member} of group {draw} is not finite: {slopes}"
+    moves = any(slope for rows in gradient.values() for row in rows for slope in row)
+    return "" if moves else "the gradient is 0 everywhere"
 
 
 def _numbers(row: Row, seed: int, low: float, high: float) -> list[float]:

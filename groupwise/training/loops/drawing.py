@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from groupwise.core.errors import PolicyMismatchError
 from groupwise.core.types import Group, Policy, Rollout, SharesDevice
+from groupwise.runs import routed_experts
 from groupwise.tasks.data.selection import Choice
 from groupwise.tasks.rollouts.asking import Ask
 from groupwise.tasks.rollouts.prompts import as_seen
@@ -27,6 +28,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
         # The recorded group of the earlier draw is used again, with its rewards, but without advantages.
         group = run.folder.store.group(choice.again)
         assert group is not None, f"draw {choice.again} is in the record"
+        group = routed_experts.read(run.folder.path, group)
         rollouts: list[Rollout] = []
         for rollout in group.rollouts:  # drop the results of the step that trained on it
             segments = tuple(

@@ -122,7 +122,8 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
         run.gap_seen = True
         logger.warning(
             "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
-            "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
+            "corrects for it, but look for its cause: lora.dropout, a model that computes differently in batches, or experts that the two "
+            "choose differently (sampler.routing_replay)",
             run.step + 1,
             gap,
             MAX_GAP,
@@ -151,6 +152,15 @@ def _drawn_metrics(run: Run, batch: StepBatch, policy_in: Policy) -> dict[str, f
     ]
     if any(ages):
         metrics["sampling/staleness"] = fmean(ages)
+    if run.config.sampler.routing_replay:
+        metrics["sampling/routing_lost"] = float(
+            sum(
+                segment.source == "policy" and segment.routed_experts is None
+                for group in batch.groups
+                for rollout in group.rollouts
+                for segment in rollout.segments
+            )
+        )
     success = success_of(run.config)
     verdicts = [success.judge(rollout) for group in batch.all for rollout in group.rollouts]
     if known_verdicts := [verdict for verdict in verdicts if verdict is not None]:

@@ -16,12 +16,11 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import Checkpoint, SkippedCheckpoint
+from groupwise.runs.checkpoints import CARRIED, Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.record_segments import PIECE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord, Rewound
-from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved_values
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
@@ -96,17 +95,22 @@ def find_resume_point(
     recoveries = recovery.recover_by_name(resume_from or loaded.run_name, runs_dir)
     address = find.resolve(resume_from, runs_dir) if resume_from is not None else None
     path = address.path if address else find.newest_unfinished(loaded.run_name, runs_dir)
+    _refuse_held(path)
+    repair = recoveries.get(path.resolve()) or recovery.recover(path)
+    with Store.open(path / RECORD, readonly=True) as record:
+        facts, last_step = record.get_meta(), record.last_step()
+    done = 0 if last_step is None else last_step + 1
     complete_checkpoints = checkpoints.complete(path / CHECKPOINTS, verify=True)
-    checkpoint = next(reversed(complete_checkpoints), None)
+    # A record that was rebuilt may end before the last checkpoint, if pieces in that were damaged.
+    checkpoint = next(
+        (saved for saved in reversed(complete_checkpoints) if saved.step <= done), None
+    )
     if address is not None:
         checkpoint = address.checkpoint or checkpoint
         if checkpoint is None and not resume:
             raise RunNotFoundError(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
-    _refuse_held(path)
-    repair = recoveries.get(path.resolve()) or recovery.recover(path)
-    facts = Store.facts(path / RECORD)
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
             f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from groupwise.algorithms.base import Algorithm
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Group, Policy, Sampler, SamplingParams
+from groupwise.runs import routed_experts
 from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Pool, Selection
@@ -244,8 +245,13 @@ class TaskRun(Run):
             self.schedule.committed(batch)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """See `Run.observe`."""
+        """See `Run.observe`. Choices of experts are written for completions that may be trained on again."""
         self.selection.observe(groups)
+        replayable_draws = self.selection.replayable_draws
+        for group in groups:
+            if group.draw in replayable_draws:
+                routed_experts.write(self.folder.path, group)
+        routed_experts.keep_only(self.folder.path, replayable_draws)
 
     def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """See `Run.data_metrics`."""
@@ -293,6 +299,7 @@ class TaskRun(Run):
         """Save the state of the data's selection, in addition to the files of every run."""
         super(TaskRun, self).save_more(folder)
         (folder / SELECTION).write_text(json.dumps(self.selection.state()))
+        routed_experts.link_all(self.folder.path, folder)
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`."""
@@ -301,4 +308,6 @@ class TaskRun(Run):
         self.selection.load_state(
             json.loads(selection_file.read_bytes()) if selection_file.exists() else ordered_state
         )
+        routed_experts.keep_only(self.folder.path, ())
+        routed_experts.link_all(folder, self.folder.path)
         super(TaskRun, self).load_more(folder, position)

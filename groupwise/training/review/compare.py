@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
+from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.settings.comparison import Change, compare
 from groupwise.runs.find import ENDS, is_file, resolve_run, reward_ends
 from groupwise.runs.folder import RECORD, RESULTS, read_config
@@ -543,10 +543,11 @@ def _config_changes(
 def _with_defaults(
     config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], LoadedConfig]
 ) -> Mapping[str, Any]:
-    """Fill in the keys that a config of an earlier version lacks; return it unchanged if it is no longer valid."""
+    """Fill in the keys that a config of an earlier version lacks; return it unchanged if it is no longer valid, or its algorithm's file is
+    gone."""
     try:
         return resolved_values(load(config).config)
-    except ConfigError:
+    except UsageError:
         return config
 
 

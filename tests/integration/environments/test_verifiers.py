@@ -2,7 +2,8 @@
 
 1. Examples are listed, those that are held out too.
 2. An attempt of several turns, with a tool, is recorded with its rewards' parts and metrics, and trained as it was sampled.
-3. Training is recorded, a resume says what is played again, and an evaluation scores the held-out examples.
+3. A judge and a user who are models themselves are asked at their own endpoints, and nothing that they say is trained.
+4. Training is recorded, a resume says what is played again, and an evaluation scores the held-out examples.
 """
 
 import json
@@ -27,6 +28,14 @@ LIMITS = ExternalLimits(
     max_turns=4, max_tokens=4000, max_seconds=120.0, max_concurrent=64, start_limit=120.0
 )
 TOKENIZER = chat_tokenizer("chatml")
+SIMULATED_USER = {
+    "id": "user-sim",
+    "assistant": {"harness": {"id": "null"}},
+    "user": {
+        "model": "user",
+        "client": {"type": "eval", "base_url": "USER_URL", "api_key_var": "OPENAI_API_KEY"},
+    },
+}
 
 
 async def play(
@@ -140,6 +149,56 @@ async def test_a_judge_of_verifiers_0_4():
     assert (values["correct"], values["reference"]) == ((0.0, 1.0), (1.0, 0.5))
     assert unjudged.outcome == "failed"
     assert "400" in str(unjudged.reason)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("spec", "own_keys", "opening", "reward"),
+    [
+        (
+            "verifiers:simulated_traveller",
+            {"environment": "fruits"},
+            "I want to travel.",
+            "named_rome",
+        ),
+        ("verifiers:sums-tool", {"args": SIMULATED_USER}, "Let us travel.", "user_turns"),
+    ],
+    ids=["0.1", "0.4"],
+)
+async def test_a_user_who_is_simulated_by_a_model(
+    spec: str, own_keys: dict[str, Any], opening: str, reward: str
+):
+    """Its turns are in the transcript as the environment's; its calls go to its endpoint, and the policy answers none of them."""
+    replies = {"Where to?": "To Rome.", "So Rome it is.": "###DONE###"}
+    seen_by_policy: list[str] = []
+
+    def say(seed: int, seen: str) -> str:
+        seen_by_policy.append(seen)
+        return "So Rome it is." if "To Rome." in seen else "Where to?"
+
+    user = Service(scripted(lambda text, seed: replies.get(text, opening)), models=("user",))
+    with serve(user):
+        variables = {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OPENAI_BASE_URL": user.url,
+            "OPENAI_API_KEY": "any",
+        }
+        task = json.loads(json.dumps(own_keys).replace("USER_URL", user.url))
+        (rollout,) = await play(spec, say, 1, variables=variables, **task)
+    assert rollout.reason is None
+    assert rollout.messages is not None
+    assert [message["content"] for message in rollout.messages] == [
+        "Where to?",
+        "To Rome.",
+        "So Rome it is.",
+    ]
+    assert opening in TOKENIZER.decode(rollout.prompt_ids)
+    spoken = [(s.source, TOKENIZER.decode(s.token_ids)) for s in rollout.segments]
+    assert [source for source, _ in spoken] == ["policy", "environment", "policy"]
+    assert "To Rome." in spoken[1][1]
+    assert len(seen_by_policy) == 2
+    assert {asked["model"] for asked in user.asked} == {"user"}
+    assert (reward, True) in [(part.name, bool(part.value)) for part in rollout.parts]
 
 
 @pytest.mark.timeout(400)

@@ -354,6 +354,24 @@ def test_many_thousand_at_once(database: Database, second: Database, many: int) 
     assert claimed_ids(database) == next_ones
 
 
+def test_a_reservation_reads_those_of_its_own_machine_alone(database: Database) -> None:
+    """Not all open ones, which in a large fleet would cost the square of its GPUs."""
+    machines = 160
+    for n in range(machines):
+        add_machine(database, f"vm-{n}", 1)
+        submit(database, f"j{n:04}", gpus=1)
+    while claimed_ids(database, limit=64):
+        pass
+    read = "seq_tup_read + COALESCE(idx_tup_fetch, 0) FROM pg_stat_user_tables WHERE relname = 'reservations'"
+
+    def look(session: Session) -> int:
+        session.execute(text("SELECT pg_stat_force_next_flush()"))
+        return session.execute(text(f"SELECT {read}")).scalar_one()
+
+    database.run(look)  # what this transaction has read is counted from the next one on
+    assert database.run(look) < 25 * machines
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_claims_on_two_quotas_do_not_deadlock(
     database: Database, second: Database, patient: bool

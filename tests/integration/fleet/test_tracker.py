@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet import tracker
 from groupwise.jobs.fleet.notify.nats import NatsAccess, NatsLink
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Cursor, Job
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
 from tests.processes import TIMEOUT_S, wait_until_async

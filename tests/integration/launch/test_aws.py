@@ -24,7 +24,7 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES, InstanceType
 
 from groupwise.jobs.clouds import aws, spot_notice
 from groupwise.jobs.clouds.aws import AwsBackend
-from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, AwsTimeouts
+from groupwise.jobs.clouds.aws_machines import ARM, MARGIN_MINUTES, AwsMachines, AwsTimeouts
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
@@ -35,7 +35,6 @@ from groupwise.jobs.clouds.backend import (
     Phase,
     Unreachable,
 )
-from groupwise.jobs.clouds.boot import ARM
 from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from groupwise.api.schemas.training import GroupAnswer
-from groupwise.server.app import make_app
 from groupwise.server.run import engine_supervisor
+from groupwise.server.serve import make_app
 from tests.disks import fill, small_disk
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, letters, served

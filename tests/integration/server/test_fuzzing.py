@@ -21,8 +21,8 @@ import pytest
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from groupwise.server.app import make_app
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.serve import make_app
 from groupwise.server.tinker import document, responses
 from groupwise.server.tinker.futures import JSON
 from groupwise.server.tinker.refusals import CODES

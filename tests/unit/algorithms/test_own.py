@@ -20,6 +20,7 @@ MINE = """
 @dataclass(frozen=True, kw_only=True)
 class Mine(Grpo):
     power: float = field(default=0.5, metadata={"description": "of the length", "ge": 0.0})
+    note: str = "any text"
 
     def scale(self, rollout):
         return rollout.written**-self.power
@@ -67,6 +68,7 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
         ("class Mine: pass", "derives from"),
         ("class Mine(Grpo): power: float = 0.5", "no dataclass"),
         (MINE.replace("default=0.5, ", ""), "power has no default"),
+        (MINE.replace("power: float", "power: list"), "power is 0.5; it must be a number, text"),
         (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, surrogate"),
         ("class Other: pass", "no `Mine`"),
         ("1 / 0", "ZeroDivisionError"),

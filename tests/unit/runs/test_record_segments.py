@@ -334,6 +334,20 @@ def test_damage_is_noticed_and_mended(run, how):
     assert find_damage(run.path / "run.db", thorough=True) is None
 
 
+def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypatch):
+    monkeypatch.setattr(record_segments, "MOST_CHECKED_BYTES", 0)
+    run._release()
+    record = run.path / "run.db"
+    with closing(sqlite3.connect(record)) as connection:
+        root = dict(connection.execute("SELECT name, rootpage FROM sqlite_master"))
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for table, is_noticed in (("rollouts", False), ("metrics", True)):
+        content = bytearray(record.read_bytes())
+        place = 4096 * (root[table] - 1)
+        record.write_bytes(content[:place] + b"\xff" * 4096 + content[place + 4096 :])
+        assert (find_damage(record, thorough=True) is not None) == is_noticed
+
+
 def test_what_cannot_be_mended_is_told(run):
     checkpoints.save(run.checkpoints, 6, lambda folder: None)
     (run.path / "run.db").unlink()

@@ -11,10 +11,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
-from groupwise.server.app import make_app
 from groupwise.server.routes.context import Serving
 from groupwise.server.run.service import Service
-from groupwise.server.serve import Uvicorn
+from groupwise.server.serve import Uvicorn, make_app
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from groupwise.api.client.async_training_client import AsyncTrainingClient
 from groupwise.core.errors import UsageError
 from groupwise.core.retry import Timing
-from groupwise.server.app import make_app
 from groupwise.server.engine.engine_protocol import EngineLost
+from groupwise.server.serve import make_app
 from tests.fake_engine import FakeEngine, Point
 from tests.unit.server.http_client import serving_of
 from tests.unit.server.serving import Served

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.server.app import make_app
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.routes.context import REPLAYED
+from groupwise.server.serve import make_app
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, served
 

@@ -21,15 +21,20 @@ from groupwise.core.types import (
     GroupRequest,
     LogitsProcessing,
     PromptLogprobs,
+    RoutedExperts,
+    RouterShape,
     SamplingParams,
     TopLogprobs,
 )
 from groupwise.engine.sampler.rules import ends_with_stop
+from groupwise.engine.sampler.servers.routed_experts import WIRE_BYTES, read_routed_experts
 
 SEEDS = (1 << 63) - 1
 """vLLM's seeds are signed, and -1 means none, so only the lower 63 bits of ours are sent."""
+TOKEN_BYTES = 100
+"""Bytes of JSON for a token in an answer, about."""
 ANSWER_TOKENS = 1 << 18
-"""Most tokens in one answer, whose JSON has about 100 bytes for each, so that it stays well below the client's limit."""
+"""Most tokens in one answer, at `TOKEN_BYTES` each, so that it stays well below the client's limit."""
 COLDEST = 0.01
 """vLLM silently raises lower temperatures to this; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
@@ -48,6 +53,10 @@ class Drawn:
     finish_reason: FinishReason
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """The most probable tokens at each position, if they were asked for."""
+    routed_experts: RoutedExperts | None = None
+    """The experts that were chosen for prompt and completion, if they are wanted and in order."""
+    routing_fault: str = ""
+    """What is wrong with the experts in the answer, as a verb phrase; empty if nothing is, or if they are not wanted."""
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
@@ -89,11 +98,17 @@ def refuse_withheld_end(engine: str, params: SamplingParams, end_id: int | None)
         )
 
 
-def divide_group(request: GroupRequest, seeded: bool) -> list[GroupRequest]:
+def divide_group(
+    request: GroupRequest, seeded: bool, routers: RouterShape | None = None
+) -> list[GroupRequest]:
     """The parts of a group that one request each may ask for: vLLM adds 1 to the seed for each further completion, gives only one if it
-    is greedy, and an answer has at most `ANSWER_TOKENS`. `seeded`: whether each member must be drawn with its own seed."""
+    is greedy, and an answer has at most `ANSWER_TOKENS`. `seeded`: whether each member must be drawn with its own seed. `routers`: as for
+    `read_completions`."""
     params = request.params
     length = len(request.prompt_ids) + params.max_tokens * (1 + request.top_logprobs)
+    if routers is not None:
+        tokens = len(request.prompt_ids) + params.max_tokens
+        length += int(tokens * routers.layers * routers.top_k * WIRE_BYTES / TOKEN_BYTES)
     most = 1 if params.temperature == 0 else max(1, ANSWER_TOKENS // length)
     parts: list[list[int]] = []
     for seed in request.seeds:
@@ -157,13 +172,33 @@ def read_completions(
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
     top: int = 0,
+    routers: RouterShape | None = None,
 ) -> tuple[Drawn, ...]:
     """Parse the completions of an answer to `request_body`, prompt by prompt. Raises EndpointError for an answer that does not match the
-    request, PolicyMismatchError if another model answered."""
+    request, PolicyMismatchError if another model answered. `routers`: the experts that were chosen are wanted, and must have this shape;
+    wrong ones are left out."""
     choices = _read_choices(answer, name, prompts, count)
-    return tuple(
+    drawn = [
         _read_completion(choice, answer, params, vocabulary, text_of, top) for choice in choices
+    ]
+    if routers is None:
+        return tuple(drawn)
+    return tuple(
+        _with_routing(one, choice, len(prompts[number // count]), routers)
+        for number, (one, choice) in enumerate(zip(drawn, choices, strict=True))
     )
+
+
+def _with_routing(
+    drawn: Drawn, choice: Mapping[str, Any], prompt: int, routers: RouterShape
+) -> Drawn:
+    """The completion with the experts of its answer, which may have more tokens than were kept. `prompt`: number of its tokens."""
+    tokens = prompt + len(_as_list(cast("Mapping[str, Any]", choice["logprobs"])["token_logprobs"]))
+    try:
+        routed = read_routed_experts(choice.get("routed_experts"), routers, tokens)
+    except EndpointError as error:
+        return replace(drawn, routing_fault=str(error))
+    return replace(drawn, routed_experts=routed.part(0, prompt + len(drawn.token_ids) - 1))
 
 
 def _read_completion(

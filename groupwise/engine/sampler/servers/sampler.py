@@ -13,6 +13,7 @@ a second time, and seeds may be left to the servers; the run trains on the drawn
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,14 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import gather_all, wait_until_done
-from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    Policy,
+    PromptLogprobs,
+    RouterShape,
+    SamplingParams,
+)
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.servers import probe
 from groupwise.engine.sampler.servers.adapters import ListedModel, is_policy_name, list_models
@@ -37,6 +45,8 @@ from groupwise.engine.sampler.servers.server_pool import Served, Server, Servers
 from groupwise.engine.sampler.servers.spawned_server import SpawnedServer
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """How often a server may answer that it does not know an adapter that it has just loaded."""
@@ -86,9 +96,11 @@ class ServerSampler:
         seeded: bool = True,
         sync: WeightSync,
         own: SpawnedServer | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
-        `probe.check_logprobs`. `seeded`: send the members' seeds. `own`: the only server, if this run starts it."""
+        `probe.check_logprobs`. `seeded`: send the members' seeds. `own`: the only server, if this run starts it. `routers`: completions
+        come with the experts that the server chose, of this shape; those that are wrong are left out, with one warning."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -98,6 +110,8 @@ class ServerSampler:
         self._seeded = seeded
         self._sync = sync
         self._own = own
+        self._routers = routers
+        self._has_warned = False
         self._served: Served | None = None
         self._fingerprint: str | None = None
         self._under_way = 0
@@ -116,7 +130,7 @@ class ServerSampler:
             raise RunError("The sampler has been given no weights yet: `load` comes first.")
         self._under_way += 1
         try:
-            parts = divide_group(request, self._seeded)
+            parts = divide_group(request, self._seeded, self._routers)
             drawn = await gather_all(self._draw_members(served, part) for part in parts)
             return tuple(completion for part in drawn for completion in part)
         finally:
@@ -258,6 +272,12 @@ class ServerSampler:
         completions = await self._request_completions(
             server, served, prompts, 1, probe.SEED, probe.PARAMS
         )
+        faults = [completion.routing_fault for completion in completions]
+        if all(faults):
+            raise UsageError(
+                f"sampler.routing_replay is true, but {server.url} {faults[0]}. Start vLLM, 0.22 or newer, with "
+                "--enable-return-routed-experts, or leave the key out."
+            )
         answers = [
             (prompt, completion.token_ids)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -309,6 +329,13 @@ class ServerSampler:
         drawn = await self._servers.ask(
             lambda server: self._ask_served(server, served, ask), len(request.seeds)
         )
+        fault = next((one.routing_fault for one in drawn if one.routing_fault), None)
+        if fault is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A vLLM server %s. The learner chooses the experts of such completions by itself; sampling/routing_lost counts them",
+                fault,
+            )
         return [
             Completion(
                 token_ids=completion.token_ids,
@@ -318,6 +345,7 @@ class ServerSampler:
                 policy_version=served.version,
                 fingerprint=served.fingerprint,
                 top_logprobs=completion.top_logprobs,
+                routed_experts=completion.routed_experts,
             )
             for seed, completion in zip(request.seeds, drawn, strict=True)
         ]
@@ -354,7 +382,8 @@ class ServerSampler:
         def read(answer: bytes) -> tuple[Drawn, ...]:
             size = self._witness.vocabulary
             return read_completions(
-                answer, served.name, prompts, count, params, size, self._decode_text, top
+                *(answer, served.name, prompts, count, params, size, self._decode_text, top),
+                self._routers,
             )
 
         body = request_body(served.name, prompts, count, seed, params, top)

@@ -35,6 +35,13 @@ REMEDIES = {
     "No module named 'vllm": (
         "sampler.vllm_python must be the Python of an environment that has vLLM 0.12 or newer, such as /opt/vllm/bin/python."
     ),
+    "AuxOutput Connector requires Model Runner V2": (
+        "With sampler.routing_replay vLLM 0.31 and newer need their second model runner, which is the usual one on a GPU, and needs Triton "
+        "elsewhere. Take what excludes it out of the environment (VLLM_USE_V2_MODEL_RUNNER=0), or leave the key out."
+    ),
+    "Routed-experts capture is not supported": (
+        "This vLLM cannot say which experts its kernels choose for this model. Leave sampler.routing_replay out."
+    ),
     "unrecognized arguments": (
         "vLLM 0.12 or newer is needed in the environment of sampler.vllm_python, and 0.16 or newer if all weights are trained (lora: null)."
     ),

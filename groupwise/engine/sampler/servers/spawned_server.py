@@ -143,6 +143,8 @@ class ServerSpec:
     """Number of GPUs that share each product (tensor parallelism)."""
     in_4bit: bool = False
     """True to load the base in 4 bits, as the learner does."""
+    returns_experts: bool = False
+    """True to have it return the experts that it chose."""
     trust_remote_code: bool = False
 
     def arguments(self, socket: Path) -> tuple[str, ...]:
@@ -171,6 +173,7 @@ class ServerSpec:
                 else []
             ),
             *(["--quantization=bitsandbytes"] if self.in_4bit else []),
+            *(["--enable-return-routed-experts"] if self.returns_experts else []),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
         )
 

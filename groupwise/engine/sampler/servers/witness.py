@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.errors import EndpointError, ModelError
-from groupwise.engine.models.experts import experts_of
+from groupwise.core.types import RouterShape
+from groupwise.engine.models.experts import experts_of, router_shape
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
@@ -58,6 +59,10 @@ class Witness:
         return isinstance(weights, ServedAdapter) and bool(
             weights.adapted.configs[weights.name].target_parameters
         )
+
+    def router_shape(self) -> RouterShape:
+        """What choices of experts look like. Raises ModelError if the learner cannot replay them."""
+        return router_shape(self._weights.model)
 
     def write_by_expert(self, folder: str) -> None:
         """Write the adapter as it is in memory, with factors for each matrix of each expert; see `AdaptedModel.save_by_expert`."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from groupwise.core.errors import RunError
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import (
     DEADMAN_MARGIN,
@@ -55,7 +56,6 @@ from groupwise.jobs.fleet.attempts.write_batching import Reads
 from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
-from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobError, BlobStore

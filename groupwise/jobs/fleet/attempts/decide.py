@@ -218,9 +218,15 @@ def _decide_launching(view: View) -> tuple[Effect, ...]:
     if all(m.reading in BEGUN for m in view.members):
         return (Move(AttemptState.RUNNING),)
     end = _launch_given_up(view)
-    if end is None:
-        return _provide_or_launch(view)
-    return _once_still(view, end)
+    if end is not None:
+        return _once_still(view, end)
+    # Launch once all members have their files: a member that starts long before another gives up waiting for it.
+    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
+    absent = [m for m in to_begin if m.reading is Reading.ABSENT]
+    if all(m.provided for m in to_begin):
+        cut_off = [m for m in view.members if m.reading is Reading.QUEUED and not m.given]
+        return tuple(Launch(m.rank) for m in (*absent, *cut_off))
+    return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
 def _launch_given_up(view: View) -> Move | None:
@@ -257,16 +263,6 @@ def _launch_given_up(view: View) -> Move | None:
             view, outcome, failure, f"it had been made void on {voided_members[0].vm_id}"
         )
     return None
-
-
-def _provide_or_launch(view: View) -> tuple[Effect, ...]:
-    """Launch once all members have their files: a member that starts long before another gives up waiting for it."""
-    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
-    absent = [m for m in to_begin if m.reading is Reading.ABSENT]
-    if all(m.provided for m in to_begin):
-        cut_off = [m for m in view.members if m.reading is Reading.QUEUED and not m.given]
-        return tuple(Launch(m.rank) for m in (*absent, *cut_off))
-    return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
 def _refusal_cause(member: MemberView) -> tuple[FailureClass, str]:

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import append_event, job_of, locked_attempt, members_of
+from groupwise.jobs.fleet.attempts.write_batching import Step, Steps, in_steps
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.failures import REFUSED_LAUNCH, JobFacts, Verdict, after_end
 from groupwise.jobs.fleet.queue.request import RequestDocument
@@ -36,7 +37,6 @@ from groupwise.jobs.fleet.states import (
 from groupwise.jobs.fleet.store import epochs, events
 from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.events import note_observed
-from groupwise.jobs.fleet.store.steps import Step, Steps, in_steps
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     NEWEST_FIRST,

@@ -13,7 +13,7 @@ from groupwise.core.rendezvous import rendezvous_variables
 from groupwise.jobs.fleet.attempts.records import MemberRow, Snapshot
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import Secrets
-from groupwise.jobs.hosts.driver import Launch, Resume, Runner, Scheduler
+from groupwise.jobs.hosts.driver import Launch, Resume, Runner
 from groupwise.jobs.hosts.spec import FileEntry, Manifest, from_json
 
 
@@ -24,29 +24,25 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
         environment |= rendezvous_variables(
             member.rank, len(row.members), row.members[0].machine.ip_address, row.key
         )
+    spec, engine = from_json(row.spec), None
+    if member.machine.engine is not None:
+        resources = Resources.model_validate(row.resources)
+        engine = member.machine.engine.engine(resources, spec.limits)
     return Launch(
         job=row.job_id,
         epoch=row.epoch,
-        spec=from_json(row.spec),
+        spec=spec,
         rank=member.rank,
         members=len(row.members),
         gpus=member.gpus,
         share_mb=member.share_mb,
-        slot=member.slot if member.machine.engine is None else None,
+        slot=member.slot if engine is None else None,
         environment=environment,
         secrets=secrets(row.secrets),
         resume=resume_of(row),
         deadman=deadman_of(member),
-        engine=_engine_of(row, member),
+        engine=engine,
     )
-
-
-def _engine_of(row: Snapshot, member: MemberRow) -> Scheduler | None:
-    """The engine that starts it and the options for that, if the machine has one."""
-    if member.machine.engine is None:
-        return None
-    resources = Resources.model_validate(row.resources)
-    return member.machine.engine.engine(resources, from_json(row.spec).limits)
 
 
 async def with_machine_time(launch: Launch, runner: Runner) -> Launch:

@@ -23,6 +23,7 @@ from sqlalchemy import (
     exists,
     or_,
     select,
+    true,
     update,
 )
 from sqlalchemy.orm import Session
@@ -400,16 +401,11 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     return [attempt.epoch for attempt in attempts]
 
 
-def release_ownership(session: Session, owner: str) -> None:
-    """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
-    session.execute(
-        update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0)
-    )
-
-
-def end_all_leases(session: Session) -> None:
-    """End all leases, when their owners are known to be gone: their attempts may then be adopted at once."""
-    session.execute(update(Attempt).where(_is_open()).values(lease_until=0.0))
+def end_leases(session: Session, owner: str | None = None) -> None:
+    """End the leases of an owner that stops, or all leases if their owners are known to be gone: other dispatchers may then adopt the
+    attempts at once. Running jobs continue."""
+    owned = true() if owner is None else Attempt.owner == owner
+    session.execute(update(Attempt).where(owned, _is_open()).values(lease_until=0.0))
 
 
 def _is_open() -> ColumnElement[bool]:
@@ -670,18 +666,14 @@ def unobserved_machines(session: Session, started_at: float, *, lately: bool = T
         .where(VM.active, VM.lost_at.is_(None), VM.contact != Contact.UNTRUSTED)
         .order_by(VM.vm_id)
     )
-    return [
-        vm_id
-        for vm_id, observed, facts in rows
-        if _last_request_at(observed, facts, now)
-        < started_at - (capacity.stale_after(facts) if lately else 0.0)
-    ]
-
-
-def _last_request_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
-    """When a machine was asked last. Times in the future are ignored, since they come from another clock."""
-    times = (observed, missed_at(facts))
-    return max((time for time in times if time <= now + AHEAD), default=0.0)
+    unobserved: list[str] = []
+    for vm_id, observed, facts in rows:
+        # Times in the future are ignored, since they come from another clock.
+        times = (time for time in (observed, missed_at(facts)) if time <= now + AHEAD)
+        since = started_at - (capacity.stale_after(facts) if lately else 0.0)
+        if max(times, default=0.0) < since:
+            unobserved.append(vm_id)
+    return unobserved
 
 
 def missed_at(facts: Mapping[str, Any]) -> float:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.port import HostError
@@ -112,7 +112,14 @@ class Watch:
         while self.listeners:
             self.changed.clear()
             try:
-                await (self._try_contact() if self.is_silent else self._poll())
+                if self.is_silent:
+                    await self.runner(self.machine).status(*next(iter(self.listeners)))
+                    log.info("%s answers again", self.machine.vm_id)
+                    self.is_silent = False
+                    for listener in list(self.listeners.values()):
+                        listener.on_contact()
+                else:
+                    await self._poll()
                 backoff.reset()
             except HostError as error:
                 reason = str(error)
@@ -127,14 +134,6 @@ class Watch:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
         self.contacted.clear()
         await wait_at_most(pause, self.contacted)
-
-    async def _try_contact(self) -> None:
-        job, epoch = next(iter(self.listeners))
-        await self.runner(self.machine).status(job, epoch)
-        log.info("%s answers again", self.machine.vm_id)
-        self.is_silent = False
-        for listener in list(self.listeners.values()):
-            listener.on_contact()
 
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""

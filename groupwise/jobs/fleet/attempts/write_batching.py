@@ -6,20 +6,26 @@ thousand that start at once share a few dozen transactions.
 
 No request fails because of another: if one of the writes raises, or has to wait for another process's lock, the batch is rolled back, and
 each write is repeated in its own transaction, concurrently.
+
+A write that the database demands in an order is a generator that yields where a flush is needed (`in_steps`). A single write is sent step
+by step. In a batch, one step of all writes is sent before the next step of any, so each table gets one statement for each step, no matter
+how many writes there are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from functools import partial, wraps
+from itertools import zip_longest
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.dml import Update
 
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.queue import requeue_pending
@@ -30,7 +36,52 @@ from groupwise.jobs.fleet.store.database import (
     DatabaseFailure,
     at_one_moment,
 )
-from groupwise.jobs.fleet.store.steps import side_by_side
+
+Step: TypeAlias = tuple[Update, Mapping[str, Any]] | None
+"""A statement and its values, sent after the changed rows. The statement object is built once, and equal ones are combined."""
+Steps: TypeAlias = Generator[Step]
+P = ParamSpec("P")
+
+_BEGUN = "groupwise_steps"
+
+
+def in_steps(
+    write: Callable[Concatenate[Session, P], Steps],
+) -> Callable[Concatenate[Session, P], None]:
+    """Decorator: call the generator as a function. Its work is done when that returns, or when the surrounding `side_by_side` ends."""
+
+    @wraps(write)
+    def run_or_defer(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:
+        steps = write(session, *args, **kwargs)
+        if (deferred := session.info.get(_BEGUN)) is not None:
+            deferred.append(steps)
+        else:
+            _drive(session, [steps])
+
+    return run_or_defer
+
+
+@contextmanager
+def side_by_side(session: Session) -> Generator[None]:
+    """Defer writes in steps that are called within the block; at its end they all run, step by step together."""
+    deferred: list[Steps] = []
+    session.info[_BEGUN] = deferred
+    try:
+        yield
+    finally:
+        del session.info[_BEGUN]
+    _drive(session, deferred)
+
+
+def _drive(session: Session, writes: Iterable[Steps]) -> None:
+    for steps in zip_longest(*writes):
+        session.flush()
+        values_by_statement: dict[Update, list[Mapping[str, Any]]] = {}
+        for statement, values in filter(None, steps):
+            values_by_statement.setdefault(statement, []).append(values)
+        for statement, values in values_by_statement.items():
+            session.execute(statement, values)
+
 
 One = TypeVar("One")
 Result = TypeVar("Result")

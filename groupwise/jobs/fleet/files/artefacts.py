@@ -34,7 +34,7 @@ from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.fleet.attempts.controller import Collected, Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.disk_full import no_room
-from groupwise.jobs.fleet.files.folders import folder_name
+from groupwise.jobs.fleet.files.logs import folder_name
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
 from groupwise.jobs.hosts.answers import WorkTree

@@ -27,7 +27,7 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.files.folders import folder_name
+from groupwise.jobs.fleet.files.logs import folder_name
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store import events, rights
 from groupwise.jobs.fleet.store.database import Database, clock, seconds
@@ -109,15 +109,17 @@ def _clearing_lock(store: BlobStore, after: float) -> Generator[bool]:
 
 def forget_history(database: Database) -> None:
     """Delete observations of GPUs that are more than a week old, also of machines that have left, by the table's primary key."""
+
+    def forget(gpus: Sequence[int], session: Session) -> None:
+        first_minute = int(seconds(session) // 60) - HISTORY_MINUTES
+        is_old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first_minute)
+        session.execute(
+            delete(GPUHistory).where(is_old).execution_options(synchronize_session=False)
+        )
+
     gpus = database.read(lambda s: list(s.scalars(select(GPU.gpu_id))))
     for start in range(0, len(gpus), GPUS_AT_ONCE):
-        database.run(partial(_forget_minutes, gpus[start : start + GPUS_AT_ONCE]))
-
-
-def _forget_minutes(gpus: Sequence[int], session: Session) -> None:
-    first_minute = int(seconds(session) // 60) - HISTORY_MINUTES
-    is_old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first_minute)
-    session.execute(delete(GPUHistory).where(is_old).execution_options(synchronize_session=False))
+        database.run(partial(forget, gpus[start : start + GPUS_AT_ONCE]))
 
 
 # --- blobs ----------------------------------------------------------------------------------------

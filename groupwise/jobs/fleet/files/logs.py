@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.records import locked_attempt
-from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store.tables import Member
 from groupwise.jobs.hosts.driver import PIECE
 from groupwise.jobs.hosts.files import sync_folder
+from groupwise.jobs.hosts.spec import JOB_ID
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.attempts.controller import Part
@@ -46,6 +46,14 @@ TAIL_PIECE = 256 << 10
 """Bytes that are read at a time for that search."""
 _LINE_END = re.compile(rb"\r\n?|\n")
 """Line ends as on a terminal: a progress bar ends its line with a carriage return."""
+NOBODYS = ".none"
+"""The folder name for invalid job ids: no job has it, and nothing is ever written there."""
+
+
+def folder_name(job: str) -> str:
+    """The folder of a job within those of logs and artefacts: its id. A row written by hand may have an id that leads out of the folder:
+    such a job never runs, and has left no files."""
+    return job if JOB_ID.fullmatch(job) else NOBODYS
 
 
 def log_path(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet.notify.base import Doorbell, PendingIds
 from groupwise.jobs.fleet.notify.local import LocalDoorbell
 from groupwise.jobs.fleet.store.database import Database
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 LISTENING = 60.0
 """Timeout in seconds of one wait on a doorbell."""

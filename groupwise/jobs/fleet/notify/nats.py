@@ -23,8 +23,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import cancel_and_wait, wait_at_most
 from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
-from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 
 NEW_JOBS = "jobs.new"
 CONNECTING = 2

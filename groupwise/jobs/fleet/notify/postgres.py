@@ -18,8 +18,8 @@ import psycopg
 from psycopg.sql import SQL, Identifier
 
 from groupwise.core.retry import Backoff
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet.notify.base import PendingIds, ids_in, messages
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 
 CHANNEL = "groupwise_jobs"
 SENT = 7_900

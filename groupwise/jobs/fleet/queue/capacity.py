@@ -90,7 +90,7 @@ class View:
     """Capacity withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas of the projects that have one."""
-    roomy: list[str] | None = None
+    roomy: set[str] | None = None
     """Machines that have anything free, fewer with each booking. None: not computed yet."""
 
     def look(
@@ -124,6 +124,9 @@ class View:
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
         """Book the placement; the next job then sees only the remaining capacity."""
         apply(placement, resources, self.machines)
+        if self.roomy is not None:
+            booked = (seat.vm_id for seat in placement.seats)
+            self.roomy -= {vm_id for vm_id in booked if not has_room(self.machines[vm_id])}
         if quota := self.quotas.get(project):
             gpu_ids = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
             unnamed_gpus = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
@@ -137,8 +140,8 @@ class View:
         return not any(has_room(machine, held_before) for machine in self._machines_with_room())
 
     def _machines_with_room(self) -> list[Machine]:
-        names = self.machines if self.roomy is None else self.roomy
-        self.roomy = [name for name in names if has_room(self.machines[name])]
+        if self.roomy is None:
+            self.roomy = {name for name, machine in self.machines.items() if has_room(machine)}
         return [self.machines[name] for name in self.roomy]
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:

@@ -4,6 +4,9 @@
 is examined by itself: it yields either a seat or a reason that its operator can act on. Of the machines with a seat, the one with least
 left over is chosen, which keeps large gaps for large jobs (best fit). The result depends only on the contents, never on their order.
 
+In a fleet of thousands most machines are alike: as many GPUs of one model, equally busy. For a job that takes whole GPUs or a slot, one of
+them is as good as another, so of each kind only the first ones by name are examined (`_examined`).
+
 GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. On a machine that fronts an
 engine (`elastic.py`) every job takes a slot and the engine assigns the GPUs, so the machine's own free capacity does not matter.
 
@@ -14,9 +17,11 @@ free, less and less is missing, so the choice converges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
+from operator import attrgetter
 
 from groupwise.api.schemas.fleet import MOST_SLOTS
 from groupwise.core.terminal.quantities import counted
@@ -60,6 +65,12 @@ class MachineGPU:
         return not self.whole and not self.shares_mb
 
 
+_KINDS: dict[tuple[object, ...], int] = {}
+"""Numbers of kinds of machines. Once there are `_MOST_KINDS` it is begun again with numbers that were not used before."""
+_MOST_KINDS = 10_000
+_NUMBERS = count(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A machine as placement sees it."""
@@ -89,6 +100,28 @@ class Machine:
     promised_ram_mb: int = 0
     engine: Elastic | None = None
     """The engine that starts the jobs instead of this machine, whose own CPUs and memory then do not count."""
+    _kind: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def kind(self) -> int:
+        """Equal for machines on which a job's seat costs the same, if both may run it; computed once."""
+        if self._kind is None:
+            gpus = [
+                (g.memory_mb or 0, g.model or "", g.vendor, g.trouble or "", g.whole, g.shares_mb)
+                for g in self.gpus
+            ]
+            content = (
+                self.vm_id if self.engine else None,
+                *(self.trouble, self.slots, self.taken_slots, self.cpus, self.ram_mb),
+                *(self.promised_cpus, self.promised_ram_mb, *sorted(gpus)),
+            )
+            if len(_KINDS) >= _MOST_KINDS:
+                _KINDS.clear()
+            object.__setattr__(
+                self, "_kind", _KINDS.get(content) or _KINDS.setdefault(content, next(_NUMBERS))
+            )
+        assert self._kind is not None
+        return self._kind
 
     def gives_gpus_for(self, resources: Resources) -> bool:
         """True if the job requests GPUs and gets them from the machine itself."""
@@ -168,21 +201,60 @@ def room(
     resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
 ) -> Placement | None:
     """Like `place`, without reasons."""
+
+    def find(machine: Machine) -> Seat | None:
+        if not (resources.oversubscribe or has_room(machine)):
+            return None
+        seat = _find_seat(resources, machine, held_for_others, avoid)
+        return seat if isinstance(seat, Seat) else None
+
     choices: list[list[tuple[tuple[object, ...], Seat]]] = []
     for of_vendor in _by_vendor(resources, machines):
-        seats: list[tuple[tuple[object, ...], Seat]] = []
-        for machine in of_vendor:
-            if not (resources.oversubscribe or has_room(machine)):
-                continue
-            seat = _find_seat(resources, machine, held_for_others, avoid)
-            if isinstance(seat, Seat):
-                seats.append((_seat_cost(resources, machine, seat, avoid), seat))
+        seats = [
+            (_seat_cost(resources, machine, seat, avoid), seat)
+            for machine, seat in _examined(resources, of_vendor, find, held_for_others, avoid)
+        ]
         if len(seats) >= resources.machines:
             choices.append(sorted(seats, key=lambda rated: rated[0])[: resources.machines])
     if not choices:
         return None
     best = min(choices, key=lambda seats: [cost for cost, _ in seats])
     return Placement(tuple(sorted((s for _, s in best), key=lambda seat: seat.vm_id)))
+
+
+def _examined(
+    resources: Resources,
+    machines: Iterable[Machine],
+    find: Callable[[Machine], Seat | None],
+    held: Held,
+    avoid: Avoid = NOTHING_AVOIDED,
+) -> Iterator[tuple[Machine, Seat]]:
+    """Seats that `find` returns, on as many machines of each kind as the job wants; on all machines for named GPUs and shares.
+
+    A machine of which something is withheld or avoided costs as much as others of its kind or more, so it does not count as one of them.
+    """
+    all_differ = bool(resources.named) or resources.share_mb is not None
+    remaining: dict[int, int] = {}
+    for machine in sorted(machines, key=attrgetter("vm_id")):
+        if not all_differ and not remaining.get(machine.kind, resources.machines):
+            continue
+        if _unfit_reason(resources, machine):
+            continue  # this one, but maybe not others of its kind
+        seat = find(machine)
+        if seat is not None:
+            yield machine, seat
+        if not all_differ and not _is_touched(machine, held, avoid):
+            left = remaining.get(machine.kind, resources.machines)
+            remaining[machine.kind] = 0 if seat is None else left - 1
+
+
+def _is_touched(machine: Machine, held: Held, avoid: Avoid) -> bool:
+    """True if something of the machine is withheld for another job, or avoided."""
+    return (
+        machine.vm_id in avoid.machines
+        or any(vm_id == machine.vm_id for vm_id, _ in (*held.slots, *avoid.slots))
+        or any(gpu.gpu_id in held.gpus or gpu.gpu_id in avoid.gpus for gpu in machine.gpus)
+    )
 
 
 def _by_vendor(resources: Resources, machines: Iterable[Machine]) -> list[list[Machine]]:
@@ -264,15 +336,18 @@ def withhold(
     """
     choices: list[list[tuple[tuple[int, int, str], Seat]]] = []
     for of_vendor in _by_vendor(resources, machines):
-        seats: list[tuple[tuple[int, int, str], Seat]] = []
-        for machine in of_vendor:
-            seat = _nearest_seat(resources, machine, held)
-            if seat is not None:
-                missing_count = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
-                missing_count += seat.slot in machine.taken_slots
-                missing_count += _promised_shortage(resources, machine) is not None
-                shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
-                seats.append(((missing_count, shared_mb, machine.vm_id), seat))
+        nearest = partial(_nearest_seat, resources, held=held)
+        seats = [
+            (
+                (
+                    _missing(resources, machine, seat),
+                    sum(gpu.shares_mb for gpu in seat.gpus),
+                    machine.vm_id,
+                ),
+                seat,
+            )
+            for machine, seat in _examined(resources, of_vendor, nearest, held)
+        ]
         if len(seats) >= resources.machines:
             choices.append(sorted(seats, key=lambda rated: rated[0])[: resources.machines])
     if not choices:
@@ -490,6 +565,15 @@ def _nearest_seat(resources: Resources, machine: Machine, held: Held) -> Seat | 
     if resources.share_mb is not None:
         open_gpus.sort(key=lambda g: (g.whole, g.shares_mb - (g.memory_mb or 0)))
     return Seat(machine.vm_id, tuple(open_gpus[: resources.gpu_count]))
+
+
+def _missing(resources: Resources, machine: Machine, seat: Seat) -> int:
+    """How many things of the seat another job holds."""
+    return (
+        sum(not _is_free(gpu, resources) for gpu in seat.gpus)
+        + (seat.slot in machine.taken_slots)
+        + (_promised_shortage(resources, machine) is not None)
+    )
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -307,8 +307,9 @@ def _reservation_rules() -> Iterator[Rule]:
         "reservations",
         "INSERT",
         "EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
-        "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id JOIN reservations AS held ON held.gpu_id = twin.gpu_id "
-        "AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
+        "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id "
+        "JOIN reservations AS held ON held.vm_id = twin.vm_id AND held.gpu_id = twin.gpu_id AND held.released_at IS NULL "
+        "WHERE own.gpu_id = NEW.gpu_id)",
         "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
         about=holds_gpu,
         lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
@@ -407,7 +408,15 @@ def _time_rules() -> Iterator[Rule]:
 def _machine_rules(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
-    if dialect == "sqlite":  # which stores any type in any column
+    # SQL condition: the id is no name by the pattern of `api/schemas/fleet.py`.
+    no_name = f"NEW.vm_id !~ '{NAME}'"
+    if (
+        dialect == "sqlite"
+    ):  # which stores any type in any column; its GLOB stops at a NUL and cannot count bytes
+        no_name = (
+            "typeof(NEW.vm_id) <> 'text' OR length(CAST(NEW.vm_id AS BLOB)) NOT BETWEEN 1 AND 63 OR instr(NEW.vm_id, char(0)) > 0 "
+            "OR NEW.vm_id GLOB '[._-]*' OR NEW.vm_id GLOB '*[^A-Za-z0-9._-]*'"
+        )
         conditions |= {
             name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()
         }
@@ -437,22 +446,10 @@ def _machine_rules(dialect: str) -> Iterator[Rule]:
             f"vm_named_{operation.lower()}",
             "vms",
             operation,
-            _no_name(dialect, "NEW.vm_id"),
+            no_name,
             "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
             about="" if operation == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
         )
-
-
-def _no_name(dialect: str, value: str) -> str:
-    """SQL condition: the value is no name by the pattern of `api/schemas/fleet.py`. The extra checks are needed because GLOB stops at a NUL
-    and cannot count bytes.
-    """
-    if dialect == "postgresql":
-        return f"{value} !~ '{NAME}'"
-    return (
-        f"typeof({value}) <> 'text' OR length(CAST({value} AS BLOB)) NOT BETWEEN 1 AND 63 OR instr({value}, char(0)) > 0 "
-        f"OR {value} GLOB '[._-]*' OR {value} GLOB '*[^A-Za-z0-9._-]*'"
-    )
 
 
 _NUMBERS = {

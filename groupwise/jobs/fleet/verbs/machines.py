@@ -327,7 +327,9 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
     return visibility.machine(actor, machine_document(vm)) | {
         "state": machine_state(vm),
         "total_gpus": len(documents),
-        "available_gpus": sum(not gpu["held_by"] for gpu in usable_gpus) if _takes_work(vm) else 0,
+        "available_gpus": sum(not gpu["held_by"] for gpu in usable_gpus)
+        if machine_state(vm) == "ok"
+        else 0,
         "gpus": documents,
         "cpu_slots_held_by": slots,
         **_engine_slots(vm, len(slots)),
@@ -342,12 +344,8 @@ def _engine_slots(vm: VM, in_use: int) -> Document:
     if engine is None:
         return {"total_slots": None, "available_slots": None}
     total = engine.body.slots
-    free_slots = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
+    free_slots = max(total - in_use, 0) if machine_state(vm) == "ok" and not engine.problem else 0
     return {"total_slots": total, "available_slots": free_slots}
-
-
-def _takes_work(vm: VM) -> bool:
-    return machine_state(vm) == "ok"
 
 
 def fingerprint(key: str | None) -> str | None:

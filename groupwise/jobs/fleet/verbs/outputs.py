@@ -133,23 +133,18 @@ def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
 def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) -> str:
     """Return the hash if a mirrored checkpoint of the job has such a file. Raises `unknown_file`."""
     job_that_left(session, actor, job_id)
-    if sha256 not in _HASHES.of(
-        _cache_key(session, job_id), lambda: _checkpoint_hashes(session, job_id)
-    ):
+    # The key differs for any other job, moment or database; it omits the manifests, which are long.
+    columns = (Checkpoint.generation, Checkpoint.epoch, Checkpoint.path, Checkpoint.mirrored_at)
+    rows = session.execute(select(*columns).where(Checkpoint.job_id == job_id).order_by(*columns))
+    key = (session.get_bind().engine.url, job_id, tuple(map(tuple, rows)))
+
+    def hashes() -> frozenset[str]:
+        manifests = session.scalars(select(Checkpoint.manifest).where(Checkpoint.job_id == job_id))
+        return frozenset(entry[0] for manifest in manifests for entry in manifest.values())
+
+    if sha256 not in _HASHES.of(key, hashes):
         raise Refusal(
             "unknown_file",
             f"no mirrored checkpoint of {job_id} has a file {sha256!r}, or none any more: only the newest are kept.",
         )
     return sha256
-
-
-def _cache_key(session: Session, job_id: str) -> Hashable:
-    """Cache key that differs for any other job, moment or database; it omits the manifests, which are long."""
-    keys = (Checkpoint.generation, Checkpoint.epoch, Checkpoint.path, Checkpoint.mirrored_at)
-    rows = session.execute(select(*keys).where(Checkpoint.job_id == job_id).order_by(*keys))
-    return session.get_bind().engine.url, job_id, tuple(map(tuple, rows))
-
-
-def _checkpoint_hashes(session: Session, job_id: str) -> frozenset[str]:
-    manifests = session.scalars(select(Checkpoint.manifest).where(Checkpoint.job_id == job_id))
-    return frozenset(entry[0] for manifest in manifests for entry in manifest.values())

@@ -1,6 +1,6 @@
 """Reads the GPUs of AMD, and the processes on them, from the JSON of amd-smi, or of rocm-smi, which older releases of ROCm have.
 
-`gpu_probe.py` calls it. Fields may be missing or `N/A`, and warnings may stand around the JSON.
+`observe.py` calls it. Fields may be missing or `N/A`, and warnings may stand around the JSON.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import cell_words, number_in, read_text, remove_file
-from groupwise.jobs.hosts.runner.gpu_probe import device_variables, probe_gpus
 from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked, take_lock
+from groupwise.jobs.hosts.runner.observe import device_variables, probe_gpus
 from groupwise.jobs.hosts.runner.processes import AttemptProcesses, command_of, read_process
 from groupwise.jobs.hosts.runner.protocol import LaunchRefused, gpus_of
 from groupwise.jobs.hosts.runner.root import attempt_of

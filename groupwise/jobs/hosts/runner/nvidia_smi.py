@@ -1,6 +1,6 @@
 """Reads the GPUs of NVIDIA, and the processes on them, from nvidia-smi; on a Jetson without it from tegrastats.
 
-`gpu_probe.py` calls `read_nvidia_smi`, whose cells are numbers, words for "no value", or errors. A GPU that cannot be reached does not hide
+`observe.py` calls `read_nvidia_smi`, whose cells are numbers, words for "no value", or errors. A GPU that cannot be reached does not hide
 the others. MIG devices are GPUs of their own. GPUs of Jetson and DGX Spark have no memory of their own, but that of the machine.
 """
 

@@ -22,6 +22,8 @@ import groupwise_bridge
 from groupwise.core.processes.family import describe_exit
 from groupwise.core.processes.program import POLL_SECONDS, ProcessGroup
 
+MAX_OUTPUT = 1 << 20
+"""Bytes of output, and of errors, of a program that runs; of more only the last are kept."""
 MAX_FILES = 50
 """Collected files of one attempt."""
 
@@ -73,12 +75,15 @@ class Agent:
             standard_input=standard_input,
             standard_output=output,
         )
+        longest = self._agent["max_output_length"]
+        most_bytes = max(MAX_OUTPUT, 8 * longest)  # half of it holds `longest` characters
         try:
-            while not program.has_ended:  # noqa: ASYNC110 — no event tells of its end
+            while not program.has_ended:
+                program.trim_output(most_bytes)
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             exit_code = program.end()
-        longest = self._agent["max_output_length"]
+            program.trim_output(most_bytes)
         errors = _text(log)[-longest:]
         last_line = (errors.strip().splitlines() or [""])[-1]
         ending = describe_exit(exit_code)
@@ -115,8 +120,10 @@ def _filled(text: str, values: dict[str, Any]) -> str:
     return re.sub(r"\{(\w+)\}", value, text)
 
 
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+def _text(file: Path, most: int = -1) -> str:
+    """The first `most` characters of a file; -1: all."""
+    with file.open(encoding="utf-8", errors="replace") as reader:
+        return reader.read(most)
 
 
 def _collected(folder: Path, patterns: list[str], longest: int) -> dict[str, str]:
@@ -126,7 +133,7 @@ def _collected(folder: Path, patterns: list[str], longest: int) -> dict[str, str
     for path in paths:
         is_inside = path.resolve().is_relative_to(folder.resolve())
         if path.is_file() and not path.is_symlink() and is_inside and len(found) < MAX_FILES:
-            found[str(path.relative_to(folder))] = _text(path)[:longest]
+            found[str(path.relative_to(folder))] = _text(path, longest)
     return found
 
 

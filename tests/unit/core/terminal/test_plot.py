@@ -39,13 +39,13 @@ class TestTerminal:
 
 class TestSvg:
     def test_is_a_picture_with_every_value(self) -> None:
-        drawn = svg_curve(with_mean("reward", RISING), title="a run", y_label="mean")
+        drawn = svg_curve(with_mean("reward", RISING), title="a run")
         assert re.findall(r"https?://[^\"']+", drawn) == ["http://www.w3.org/2000/svg"]
         root = ET.fromstring(drawn)
         name = "{http://www.w3.org/2000/svg}"
         assert len(root.findall(f".//{name}g[@class='dots c0']/{name}circle")) == len(RISING)
         texts = [element.text for element in root.iter(f"{name}text")]
-        assert {"a run", "mean", "step", "reward", "mean of 3", "0.0", "1.0", "10"} <= set(texts)
+        assert {"a run", "step", "reward", "mean of 3", "0.0", "1.0", "10"} <= set(texts)
         line = root.find(f"{name}path[@class='line c0']")
         assert line is not None
         places = [float(number) for number in re.findall(r"[-\d.]+", line.get("d", ""))]
@@ -54,7 +54,7 @@ class TestSvg:
 
     @given(st.text(st.characters(exclude_categories=())))
     def test_any_text_is_escaped(self, text: str) -> None:
-        root = ET.fromstring(svg_curve([Series(text, tuple(RISING))], text, text, text).encode())
+        root = ET.fromstring(svg_curve([Series(text, tuple(RISING))], text, text).encode())
         assert not list(root.iter("script"))
 
     @given(ANY_POINTS)

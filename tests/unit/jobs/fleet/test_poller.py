@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select, update
 
+from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet import poller as pollers
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import GPU, VM, Event
-from groupwise.jobs.fleet.tasks import cancel_and_wait
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import (

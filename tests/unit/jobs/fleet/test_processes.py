@@ -6,12 +6,15 @@
 4. Of an embedded fleet a lock says who plays a role, as long as it is played.
 """
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -20,7 +23,9 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.processes import (
+    FOLDER_IDENTITY,
     delete_ended_processes,
+    folder_identity,
     hold_role,
     identity,
     is_gone,
@@ -115,3 +120,36 @@ def test_a_lock_says_who_plays_a_role(tmp_path: Path) -> None:
         with hold_role(tmp_path, "tracker"):
             assert "tracker" in str(role_holder(tmp_path, but=["poller"]))
     assert role_holder(tmp_path) is None
+
+
+def test_a_folder_is_known_again_and_another_is_another(tmp_path: Path) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    known = folder_identity(first)
+    assert (len(known), folder_identity(first)) == (16, known)
+    assert folder_identity(other) != known
+    assert [path.name for path in first.iterdir()] == [FOLDER_IDENTITY]
+
+
+def test_all_who_come_first_at_once_know_it_by_the_same(tmp_path: Path) -> None:
+    many = Barrier(8)
+
+    def look(_: int) -> str:
+        many.wait()
+        return folder_identity(tmp_path)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(look, range(8)))) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_disk_without_second_names_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuses)
+    assert folder_identity(tmp_path) == folder_identity(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1

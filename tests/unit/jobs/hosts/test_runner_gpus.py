@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.jobs.hosts import answers
-from groupwise.jobs.hosts.runner import gpu_probe
+from groupwise.jobs.hosts.runner import observe
 from groupwise.jobs.hosts.runner.amd_smi import json_in, read_amd_smi, read_rocm_smi
 from groupwise.jobs.hosts.runner.nvidia_smi import (
     mig_devices,
@@ -403,8 +403,8 @@ def test_the_graphics_of_a_processor_count_where_there_is_no_card() -> None:
 def test_a_job_on_amd_sees_no_gpu_of_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     card = gpu_record("amd", 1, "GPU-75e3fd74aab3f72c", visible="GPU-75e3fd74aab3f72c")
     for beside, cuda in ((False, "0"), (True, "")):
-        monkeypatch.setattr(gpu_probe, "has_nvidia", lambda beside=beside: beside)
-        variables = gpu_probe.device_variables([card])
+        monkeypatch.setattr(observe, "has_nvidia", lambda beside=beside: beside)
+        variables = observe.device_variables([card])
         assert (variables["HIP_VISIBLE_DEVICES"], variables["CUDA_VISIBLE_DEVICES"]) == ("0", cuda)
 
 

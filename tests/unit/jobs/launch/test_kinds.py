@@ -144,6 +144,7 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
         ({"hyperparams": {"beta": 0.1, "algorithm.epsilonn": 1}}, ["algorithm.beta", "epsilon"]),
         ({"hyperparams": {"a=b": 1, "--x": 2}}, ["'a=b' is no key", "'--x' is no key"]),
         ({"hyperparams": {"algorithm.beta": float("nan")}}, ["algorithm.beta is no finite number"]),
+        ({"hyperparams": {"algorithm": {"type": "/any/own.py:Mine"}}}, ["a class in a file"]),
     ],
     ids=str,
 )

@@ -14,8 +14,13 @@ import pytest
 import yaml  # noqa: TID251 — as both engines read it
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.kubernetes import RenderOptions, Toleration, as_yaml
-from groupwise.jobs.launch.skypilot_dstack import dstack_task, skypilot_task
+from groupwise.jobs.launch.render import (
+    RenderOptions,
+    Toleration,
+    as_yaml,
+    dstack_task,
+    skypilot_task,
+)
 from tests.required_programs import skip_or_fail
 
 ODD = (

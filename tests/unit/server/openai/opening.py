@@ -13,11 +13,11 @@ from fastapi import FastAPI
 
 from groupwise.api.schemas.keys import Keyring
 from groupwise.core.types import Group, from_json
-from groupwise.server.app import make_app
 from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.responses import response_routes
+from groupwise.server.serve import make_app
 from tests.fake_engine import FakeEngine
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served

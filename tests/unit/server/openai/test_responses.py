@@ -7,8 +7,7 @@ import pytest
 
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.responses import ResponsesRequest
-from groupwise.server.ledger import responses
-from groupwise.server.ledger.idempotency import RETENTION_SECONDS
+from groupwise.server.ledger.idempotency import RETENTION_SECONDS, delete_expired
 from groupwise.tasks.openai.responses import chat_request, messages_of_input
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, keyring
@@ -128,14 +127,14 @@ async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
 async def test_responses_are_kept_for_a_day(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         answer = await client.ok(PATH, ASKED)
-        assert await served.ledger.do(responses.delete_expired) == 0
+        assert await served.ledger.do(delete_expired) == 0
 
         def age(transaction):
             transaction.execute("UPDATE responses SET made_at = made_at - ?", (RETENTION_SECONDS,))
 
         await served.ledger.do(age)
         assert (await client.http.get(f"{PATH}/{answer['id']}")).status_code == 404
-        assert await served.ledger.do(responses.delete_expired) == 1
+        assert await served.ledger.do(delete_expired) == 1
 
 
 async def test_the_response_of_a_key_is_answered_once_and_kept_once(tmp_path) -> None:

@@ -7,17 +7,19 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.types import Completion, GroupRequest, Rollout
-from groupwise.tasks.external.process import list_examples
+from groupwise.tasks.external.process import MAX_LOG, list_examples
 from groupwise.tasks.external.protocol import Program
 from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
 from tests.chat import chat_tokenizer
@@ -100,6 +102,8 @@ async def test_only_what_the_environment_names_teaches(does: str):
         ("dies", "failed", "exit code 7"),
         ("lies_about_ids", "failed", "no id of a completion"),
         ("lies_about_numbers", "failed", "expected a finite number"),
+        ("lies_about_infinity", "failed", "`r` is nan; expected a finite number"),
+        ("quotes_an_encyclopedia", "failed", "rollout.max_rollout_length"),
         ("never_asks", "failed", "without asking the policy"),
         ("babbles", "failed", "cannot be read"),
         ("sleeps", "timed_out", "rollout.max_seconds"),
@@ -111,6 +115,47 @@ async def test_what_goes_wrong_costs_its_attempt_alone(does: str, outcome: str, 
         (after,) = await play("play")
     assert (bad.outcome, reason in str(bad.reason)) == (outcome, True), bad.reason
     assert [rollout.outcome for rollout in (*good, after)] == ["pending"] * 5
+
+
+async def test_what_it_prints_is_no_answer_and_does_not_fill_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    deadline = time.monotonic() + 30
+    with TemporaryDirectory() as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        async with playing() as play:
+            (rollout,) = await play("floods")
+            while len(text := printed(folder)) > MAX_LOG:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+    assert text.endswith('"result": {}}\n')
+    assert rollout.outcome == "pending", rollout.reason
+
+
+def printed(folder: str) -> str:
+    (log,) = Path(folder).glob("groupwise-environment-*/log")
+    return log.read_text()
+
+
+async def test_a_long_path_for_temporary_files_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A Unix socket takes about a hundred bytes."""
+    (tmp_path / ("long" * 25)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 25)))
+    async with playing() as play:
+        (rollout,) = await play("play")
+    assert rollout.outcome == "pending", rollout.reason
+
+
+async def test_a_process_that_ends_at_once_ends_the_run_with_its_last_output():
+    program = replace(PROGRAM, command=(sys.executable, "-c", "import nonesuch"))
+    rollouts = ExternalRollouts(program, TOKENIZER, LIMITS)
+    with pytest.raises(
+        EnvironmentWorkerError, match=r"(?s)exit code 1.*No module named 'nonesuch'"
+    ):
+        await rollouts.start()
+    await rollouts.close()
 
 
 async def test_a_group_is_scored_together_if_the_environment_says_so():

@@ -13,6 +13,7 @@ from groupwise.core.types import (
     MaskedTokens,
     Rollout,
     RolloutCredit,
+    RoutedExperts,
     Row,
     SamplingParams,
     Segment,
@@ -210,3 +211,29 @@ def test_advantages_of_tokens_follow_what_the_policy_wrote(make_group, written):
     assert [row.credits for row in rows] == [(0.1, 0.2, 0.0), (0.3,)]
     with pytest.raises(AssertionError, match="more tokens"):
         training_rows([group], [(RolloutCredit(9, 1, (0.1, 0.2, 0.3, 0.4)),)])
+
+
+def test_a_token_has_the_experts_that_it_was_drawn_with(make_group, written):
+    """A later answer has experts of earlier tokens, too, which count only if the answer before it had none."""
+    first, second, third = (
+        RoutedExperts(0, (end, 2, 1), bytes([value, value] * end))
+        for value, end in ((1, 3), (200, 6), (3, 8))
+    )  # of prompts of 2, 5 and 8 tokens
+
+    def row(*experts: RoutedExperts | None) -> Row:
+        segments = (
+            replace(written(5, 6), routed_experts=experts[0]), Segment("environment", (92,)),
+            replace(written(7, 7), routed_experts=experts[1]), Segment("environment", (93,)),
+            replace(written(8), routed_experts=experts[2]),
+        )  # fmt: skip
+        (found,) = training_rows([make_group(segments)], [(RolloutCredit(1, 1),)])
+        return found
+
+    whole = row(first, second, third)
+    middle = RoutedExperts(3, (3, 2, 1), bytes([200] * 6))
+    last = RoutedExperts(6, (2, 2, 1), bytes([3] * 4))
+    assert whole.routed_experts == (first, middle, last)
+    assert row(None, None, third).routed_experts == (third,)
+    assert row(first, None, None).routed_experts == (first,)
+    assert from_json(Row, to_json(whole)) == whole
+    assert replace(whole, teacher_prompt_ids=(1,)).as_taught.routed_experts == ()

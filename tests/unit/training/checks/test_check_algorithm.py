@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,9 +95,34 @@ class TeachesNothing(DrGrpo):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DividesByNothing(DrGrpo):
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Raises(DrGrpo):
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         raise RuntimeError("out of luck")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavesOneOut(DrGrpo):
+    def advantages(self, groups: Sequence[Group]) -> list[tuple[float | None, ...]]:
+        return [values[1:] for values in DrGrpo.advantages(self, groups)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsUndecided(DrGrpo):
+    def advantages(self, groups: Sequence[Group]) -> list[tuple[float | None, ...]]:
+        return [(math.nan,) * len(group.rollouts) for group in groups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddsUpRows(DrGrpo):
+    def surrogate(self, batch: TokenBatch, log_ratio_BT: Any) -> tuple[Any, dict[str, Any]]:
+        values, stats = DrGrpo.surrogate(self, batch, log_ratio_BT)
+        return values.sum(-1, keepdim=True), stats
 
 
 @pytest.mark.parametrize(
@@ -108,6 +134,7 @@ class Raises(DrGrpo):
         (PrefersTheFirstGroup, {"permutation of groups"}),
         (PunishesFailures, {"failed rollouts"}),
         (TeachesNothing, {"gradient"}),
+        (DividesByNothing, {"gradient"}),
     ],
 )
 def test_what_is_violated_is_named(kind: type[DrGrpo], violated: set[str]) -> None:
@@ -117,7 +144,16 @@ def test_what_is_violated_is_named(kind: type[DrGrpo], violated: set[str]) -> No
     assert all(finding.meaning and finding.remedy for finding in findings)
 
 
-def test_an_algorithm_that_raises_is_a_problem_with_its_message() -> None:
-    (finding,) = check_algorithm(Raises(), "own.py:Mine")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Raises, "out of luck"),
+        (LeavesOneOut, "[6, 6, 6] values for groups of [7, 7, 7] rollouts"),
+        (IsUndecided, "`advantages` returned nan"),
+        (AddsUpRows, "one value for each token"),
+    ],
+)
+def test_an_algorithm_that_fails_is_one_problem_with_its_message(kind: type[DrGrpo], said: str):
+    (finding,) = check_algorithm(kind(), "own.py:Mine")
     assert finding.level == "problem"
-    assert "out of luck" in finding.measured
+    assert said in finding.measured

@@ -109,7 +109,7 @@ def runs(tmp_path):
     found = tmp_path / "runs"
     a_run(found, "a", [0.1, 0.2, 0.3, 0.4], {0: "before", 2: "step-2", 4: "after"})
     a_run(found, "b", [0.1, 0.3, 0.5, 0.7], {0: "before", 4: "after"}, training={"seed": 7})
-    a_run(found, "bare", [0.5, 0.5], {0: "before"})
+    a_run(found, "bare", [0.5, 0.5], {0: "before"}, algorithm={"type": "gone.py:Mine"})
     return found
 
 
@@ -121,6 +121,8 @@ def test_a_run_is_its_evaluation_after_training_and_its_curve(runs):
     assert (found.curve.steps, curves) == (4, pytest.approx((0.15, 0.35, 0.2, 0.6)))
     assert found.curve.change.value == pytest.approx(fmean([0.2, 0.3]))
     assert found.config == {"training.seed": (0, 7)}
+    gone = compare_references("a@0", "bare@0", runs).config
+    assert "algorithm.type" in gone, "a file that was removed does not hide the run"
 
 
 def test_what_was_not_recorded_may_stand_in_a_result_file(runs):

@@ -4,19 +4,31 @@
 2. An answer is one completion of ids and finite log-probabilities of equal number, by the model that was asked, for the prompt that was
    given, ended by what was asked for; anything else is an error that says what came.
 3. Stops are those of this project, whatever the server's own rules are.
+4. Experts that no router can have chosen are left out, and the reason is said; the completion is taken.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from base64 import b64encode
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
+import numpy
 import pytest
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
-from groupwise.core.types import GroupRequest, LogitsProcessing, PromptLogprobs, SamplingParams
+from groupwise.core.types import (
+    GroupRequest,
+    LogitsProcessing,
+    PromptLogprobs,
+    RoutedExperts,
+    RouterShape,
+    SamplingParams,
+)
 from groupwise.engine.sampler.servers.completions import (
     SEEDS,
     Drawn,
@@ -99,6 +111,13 @@ def test_a_group_is_divided_only_as_seeds_and_sizes_require(seeds, params, seede
     found = divide_group(GroupRequest(0, PROMPT, seeds, params), seeded)
     assert [len(part.seeds) for part in found] == parts
     assert tuple(seed for part in found for seed in part.seeds) == seeds
+
+
+def test_answers_with_experts_are_divided_by_their_size():
+    """Those of Qwen3-30B-A3B in int32 take 2 KB for a token."""
+    routers = RouterShape(48, tuple(range(48)), 128, 8)
+    request = GroupRequest(0, PROMPT, (1, 2, 3, 4), SamplingParams(4096))
+    assert [len(part.seeds) for part in divide_group(request, False, routers)] == [2, 2]
 
 
 def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
@@ -272,3 +291,62 @@ def test_the_log_probabilities_of_a_prompt():
         bad = json.dumps(answer((3,), prompt_logprobs=wrong)).encode()
         with pytest.raises(EndpointError):
             read_prompt(bad, "m", PROMPT, 1)
+
+
+# --- experts
+
+ROUTERS = RouterShape(layers=3, with_experts=(0, 2), experts=4, top_k=2)
+CHOSEN = numpy.array([[[0, 3], [9, 9], [2, 1]], [[1, 2], [9, 9], [0, 3]], [[3, 2], [9, 9], [1, 0]]])
+"""Of a prompt of two tokens and a completion of two; the layer in the middle has no experts."""
+
+
+def as_file(values: Any, pickled: bool = False) -> str:
+    file = BytesIO()
+    numpy.save(file, values, allow_pickle=pickled)
+    return b64encode(file.getvalue()).decode()
+
+
+def read_with(experts: Any, params: SamplingParams = PARAMS) -> Drawn:
+    content = json.dumps(answer((3, END), routed_experts=experts)).encode()
+    (found,) = read_completions(content, "m", [PROMPT], 1, params, 27, text_of, 0, ROUTERS)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["uint8", "<u2", "int32"])
+def test_the_experts_of_prompt_and_completion(kind):
+    indices = bytes([0, 3, 0, 0, 2, 1, 1, 2, 0, 0, 0, 3, 3, 2, 0, 0, 1, 0])
+    found = read_with(as_file(CHOSEN.astype(kind)))
+    assert (found.routed_experts, found.routing_fault) == (RoutedExperts(0, (3, 3, 2), indices), "")
+    cut = read_with(as_file(CHOSEN.astype(kind)), replace(PARAMS, stop=("c",)))
+    assert cut.token_ids == (3,)
+    assert cut.routed_experts == RoutedExperts(0, (2, 3, 2), indices[:12])
+
+
+def changed(layer: int, value: int) -> str:
+    values = CHOSEN.copy()
+    values[1, layer] = value, 3
+    return as_file(values)
+
+
+@pytest.mark.parametrize(
+    ("experts", "told"),
+    [
+        (None, "no experts"),
+        ([1], "no experts"),
+        ("", "no NumPy array"),
+        ("!", "no NumPy array"),
+        (as_file(CHOSEN)[:-8], "no NumPy array"),
+        (as_file(numpy.array([{}]), pickled=True), "no NumPy array"),
+        (as_file(CHOSEN[:-1]), r"\(2, 3, 2\), where integers \(3, 3, 2\)"),
+        (as_file(CHOSEN[:, [0, 2]]), r"\(3, 2, 2\), where"),
+        (as_file(CHOSEN.astype(float)), "float64"),
+        (changed(2, 4), "0 to 4, but the model has 0 to 3"),
+        (changed(0, -1), "-1 to 3"),
+        (changed(0, 3), "twice"),
+        (as_file(numpy.zeros_like(CHOSEN)), "twice"),
+    ],
+)
+def test_experts_that_no_router_chose_are_left_out(experts, told):
+    found = read_with(experts)
+    assert (found.token_ids, found.routed_experts) == ((3, END), None)
+    assert re.search(told, found.routing_fault)

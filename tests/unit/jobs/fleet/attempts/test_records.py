@@ -154,9 +154,9 @@ def test_an_attempt_is_adopted_once(fleet: InProcessFleet, epoch: int) -> None:
     assert (adopt("other"), adopt("third"), renew("me")) == ([epoch], [], [])
     assert row(fleet, Attempt).owner == "other"
     assert "attempt.adopted" in events(fleet)
-    fleet.database.run(lambda s: records.release_ownership(s, "other"))
+    fleet.database.run(lambda s: records.end_leases(s, "other"))
     assert adopt("me") == [epoch]
-    fleet.database.run(records.end_all_leases)  # whoever drove is known to be gone
+    fleet.database.run(records.end_leases)  # whoever drove is known to be gone
     assert adopt("me") == [epoch]
     end(fleet, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
     fleet.expire_leases()

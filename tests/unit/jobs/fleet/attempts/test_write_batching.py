@@ -10,11 +10,17 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts import records
-from groupwise.jobs.fleet.attempts.write_batching import Reads, Writes
+from groupwise.jobs.fleet.attempts.write_batching import (
+    Reads,
+    Steps,
+    Writes,
+    in_steps,
+    side_by_side,
+)
 from groupwise.jobs.fleet.queue import claim
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.database import CommitUnknown, Database
-from groupwise.jobs.fleet.store.tables import Attempt
+from groupwise.jobs.fleet.store.tables import Attempt, Project
 from tests.in_process_fleet import InProcessFleet
 
 
@@ -85,3 +91,31 @@ async def test_who_cannot_be_read_stops_nobody(fleet: InProcessFleet, epochs: li
     assert isinstance(told[0], ValueError)
     assert [each.epoch for each in told[1:4] if isinstance(each, records.Snapshot)] == epochs[1:]
     assert told[4] is None
+
+
+@in_steps
+def two_steps(session: Session, name: str, told: list[str]) -> Steps:
+    told.append(f"{name} 1")
+    session.add(Project(name=name))
+    yield None
+    told.append(f"{name} 2")
+
+
+@in_steps
+def one_step(_: Session, name: str, told: list[str]) -> Steps:
+    told.append(f"{name} 1")
+    yield from ()
+
+
+def test_a_step_of_all_comes_before_the_next_of_any(database: Database) -> None:
+    told: list[str] = []
+
+    def write(session: Session) -> None:
+        with side_by_side(session):
+            two_steps(session, "a", told)
+            one_step(session, "b", told)
+            two_steps(session, "c", told)
+        two_steps(session, "d", told)
+
+    database.run(write)
+    assert told == ["a 1", "b 1", "c 1", "a 2", "c 2", "d 1", "d 2"]

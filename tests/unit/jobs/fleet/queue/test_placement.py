@@ -13,10 +13,12 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupwise.jobs.fleet.queue import placement
 from groupwise.jobs.fleet.queue.elastic import elastic_of
 from groupwise.jobs.fleet.queue.placement import (
     NOTHING_HELD,
@@ -322,6 +324,47 @@ def test_a_place_is_found_whenever_there_is_one(
         assert all(gpu in by_name[seat.vm_id].gpus for gpu in seat.gpus)
         assert all(suits(gpu, asked, held) for gpu in seat.gpus)
         assert (seat.slot is not None) == (asked.gpus == 0)
+
+
+@settings(max_examples=150)
+@given(fleets(), needs(), withheld(), st.data())
+def test_machines_that_are_alike_need_not_all_be_examined(
+    machines: list[Machine], asked: Resources, held: Held, data: st.DataObject
+) -> None:
+    fleet = [
+        replace(
+            m,
+            vm_id=f"{m.vm_id}{n or ''}",
+            gpus=tuple(replace(g, gpu_id=g.gpu_id + n) for g in m.gpus),
+        )
+        for n in (0, 1000, 2000)
+        for m in machines
+    ]
+    names = [*(m.vm_id for m in fleet), "another"]
+    ids = [*(g.gpu_id for m in fleet for g in m.gpus), 5000]
+    avoid = Avoid(
+        data.draw(st.frozensets(st.sampled_from(names), max_size=2)),
+        data.draw(st.frozensets(st.sampled_from(ids), max_size=3)),
+    )
+
+    def answers() -> tuple[Any, Held]:
+        answer = place(asked, fleet, held_for_others=held, avoid=avoid)
+        return answer, withhold(asked, fleet, job_id="big", held=held)
+
+    with mock.patch.object(placement, "_is_touched", return_value=True):
+        of_all = answers()
+    assert answers() == of_all
+
+
+def test_of_many_machines_that_are_alike_few_are_examined() -> None:
+    fleet = [machine(f"m{n:04}", 8, first=10 * n) for n in range(1000)]
+    fleet[500] = replace(fleet[500], labels={"rack": "1"})
+    with mock.patch.object(placement, "_find_seat", wraps=placement._find_seat) as find_seat:
+        assert set(placed(place(Resources(gpus=2, machines=2), fleet))) == {"m0000", "m0001"}
+        assert set(placed(place(Resources(gpus=2, labels={"rack": "1"}), fleet))) == {"m0500"}
+        avoid = Avoid(frozenset({"m0000"}))
+        assert set(placed(place(Resources(gpus=2), fleet, avoid=avoid))) == {"m0001"}
+    assert find_seat.call_count == 5
 
 
 def _mixed(items: Iterable[Any], chance: Any) -> Any:

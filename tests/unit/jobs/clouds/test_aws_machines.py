@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.jobs.clouds.boot import ARM, host_key_in, user_data
+from groupwise.jobs.clouds.aws_machines import ARM, host_key_in, user_data
 from tests.fake_aws import said_on_console
 from tests.processes import wait_until
 

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LossSpec, Row
-from groupwise.server.engine.part_checks import check_loss, check_rows
+from groupwise.server.engine.hosted_parts import check_loss, check_rows
 
 ROW = Row((5,), (6, 7), (1, 0), (-1.0, -1.0), 1.0, 1.0)
 PAIRS = {"mask": (1,) * 4, "sampling_logprobs": (-1.0,) * 4}

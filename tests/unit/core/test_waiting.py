@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
-from groupwise.jobs.fleet import tasks
+from groupwise.core import waiting
 
 
 async def test_a_task_that_missed_its_cancellation_is_cancelled_again(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(tasks, "AGAIN", 0.0)
+    monkeypatch.setattr(waiting, "AGAIN", 0.0)
     missed = 0
 
     async def deaf() -> None:
@@ -25,6 +25,6 @@ async def test_a_task_that_missed_its_cancellation_is_cancelled_again(
 
     begun = asyncio.create_task(deaf()), asyncio.create_task(fails())
     await asyncio.sleep(0)
-    await tasks.cancel_and_wait(None, *begun)
+    await waiting.cancel_and_wait(None, *begun)
     assert begun[0].cancelled()
     assert missed == 2

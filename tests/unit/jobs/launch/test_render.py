@@ -11,7 +11,7 @@ import yaml  # noqa: TID251 — as kubectl reads it
 from ruamel.yaml import YAML
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.kubernetes import (
+from groupwise.jobs.launch.render import (
     RANK,
     RenderOptions,
     Toleration,
