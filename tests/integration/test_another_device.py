@@ -23,9 +23,8 @@ from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
 from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.learner.weights import TrainedModel
-from groupwise.engine.models import text_mask
+from groupwise.engine.models import text_mask, varlen
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler

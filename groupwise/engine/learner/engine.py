@@ -18,8 +18,8 @@ from groupwise.engine.learner.layout import Batch, PackedGroups, TransformersBat
 from groupwise.engine.learner.routing_replay import RoutingReplay
 from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.models import varlen
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.causal_lm import DecoderLayer
 from groupwise.engine.models.native.facts import head_size
 

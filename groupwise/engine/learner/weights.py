@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
-    from groupwise.engine.models.load import CausalModel
     from groupwise.engine.models.lora_config import AdapterConfig
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 

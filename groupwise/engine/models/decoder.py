@@ -21,7 +21,7 @@ from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
 if TYPE_CHECKING:
-    from groupwise.engine.models.load import CausalModel
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 
 def cache_keyword(body: nn.Module) -> str:

@@ -22,8 +22,7 @@ from groupwise.engine.models.transformers_log import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    CausalModel = CausalLM | PreTrainedModel
-    """A model that adapters change or that is sampled: in our own modules, or in those of transformers."""
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 GENERATION_CONFIG = "generation_config.json"
 

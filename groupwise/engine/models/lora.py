@@ -38,7 +38,7 @@ from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
 
 if TYPE_CHECKING:
-    from groupwise.engine.models.load import CausalModel
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 

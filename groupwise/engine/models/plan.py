@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-    from groupwise.engine.models.load import CausalModel
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 MIB = 2**20
 PROCESS_MIB = 600.0

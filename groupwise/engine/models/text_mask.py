@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import varlen
 
 ATTENTION = "groupwise_text_mask"
 """Name of this attention in transformers' registries and in a model's config; transformers writes it to no file."""

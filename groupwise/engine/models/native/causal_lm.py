@@ -12,12 +12,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    CausalModel: TypeAlias = "CausalLM | PreTrainedModel"
+    """A model that adapters change or that is sampled: in our own modules, or in those of transformers."""
 
 DEFAULT_STOP = {"llama": 2, "mistral": 2}
 """The id of the end token that transformers' configs have for these families if config.json names none."""

@@ -30,7 +30,7 @@ from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Layer, Linear, Part
 
 if TYPE_CHECKING:
-    from groupwise.engine.models.load import CausalModel
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 

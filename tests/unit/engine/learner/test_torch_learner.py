@@ -29,8 +29,8 @@ from groupwise.core.errors import ModelError, NonFiniteError, OutOfMemoryError, 
 from groupwise.core.types import OptimiserParams
 from groupwise.engine.learner.layout import PackedBatch, PackedGroups
 from groupwise.engine.learner.native.layout import FlatBatch
+from groupwise.engine.models import varlen
 from groupwise.engine.models.lora_config import CONFIG, WEIGHTS
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.tiny import tiny_model
 from tests.disks import small_disk
 from tests.unit.engine.learner.native.test_attention import varlen_attn

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.engine.models import text_mask
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import text_mask, varlen
 from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.learner.native.test_attention import varlen_attn
 
