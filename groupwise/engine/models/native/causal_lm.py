@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     CausalModel: TypeAlias = "CausalLM | PreTrainedModel"
     """A model that adapters change or that is sampled: in our own modules, or in those of transformers."""
 
