@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import func, insert, select, text, update
@@ -80,7 +81,7 @@ class Found:
     """Milliseconds of a sweep of the requeue manager."""
     sweep_processor: float
     racing: Quantiles | None
-    """Eight at once; None: SQLite has one dispatcher."""
+    """Eight at once; None: SQLite has one dispatcher, or there were fewer rounds than eight."""
     database_mb: float
     memory_mb: float
     """Most memory of this process."""
@@ -150,7 +151,7 @@ def measure(url: str, jobs: int = JOBS, machines: int = MACHINES, count: int = R
             processor=1e3 * processor,
             sweep=1e3 * sweep,
             sweep_processor=1e3 * sweep_processor,
-            racing=None if database.dialect == "sqlite" else race(url),
+            racing=None if database.dialect == "sqlite" or count < RACERS else race(url, count),
             database_mb=database.read(size_of) / 2**20,
             memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         )
@@ -318,20 +319,20 @@ def release_oldest(session: Session) -> None:
     requeue_pending.wake(session, vm_ids=set(vm_ids))
 
 
-def race(url: str) -> Quantiles:
+def race(url: str, count: int) -> Quantiles:
     """Eight processes release and claim at once."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(RACERS, mp_context=spawn) as pool:
-        found = list(pool.map(racer, [url] * RACERS, range(RACERS)))
+        found = list(pool.map(partial(racer, url, count // RACERS), range(RACERS)))
     return quantiles([each for times in found for each in times])
 
 
-def racer(url: str, number: int) -> list[float]:
+def racer(url: str, count: int, number: int) -> list[float]:
     """The seconds of each claim of one of them; it waits a little in between, as a dispatcher does."""
     claims: list[float] = []
     freeze_imported_objects()
     with closing(connect(url)) as database:
-        for _ in range(ROUNDS // RACERS):
+        for _ in range(count):
             database.run(release_oldest)
             begun = time.perf_counter()
             found = claim_once(database, limit=4, owner=f"bench-{number}")

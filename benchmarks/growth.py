@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import fleet_dispatch
-from benchmarks.apart import apart
-from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug
+from benchmarks.step import RESULTS, config_of, machine, one_step, request, slug
 from benchmarks.web import GROUPS, MEMBERS, in_several_scripts
 from benchmarks.work import Work
 from groupwise.dashboard.sources.runs import RunsIndex
+from groupwise.engine.models.bundled import fetch_model
 from groupwise.runs import checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.record_segments import write_piece
@@ -103,22 +103,25 @@ def preparing(prompts: int) -> float:
 
 
 def stepping(work: Work) -> float:
-    """A token of a completion is sampled and learnt from, by the tiny model in this process."""
-    config = config_of(work, "float32", threads=1, processes=1, model="tiny")
-    layout = placement.choose_layout(config, longest_prompt=work.longest)
+    """A token of a completion is sampled and learnt from, by the tiny model with room for long texts, in this process."""
+    prompt = [10 + number % 50 for number in range(work.longest)]
 
     async def steps(parts: build.Parts) -> float:
         await parts.sampler.load(await parts.learner.publish(0))
-        await one_step(parts, requests(work, 0), 0)
+        await one_step(parts, [request(work, 0, prompt, 0)], 0)
         begun = time.process_time()
-        await one_step(parts, requests(work, 1), 1)
+        await one_step(parts, [request(work, 1, prompt, 1)], 1)
         return time.process_time() - begun
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(build.training_parts(config, layout, "growth", Path(folder))) as parts,
-    ):
-        return asyncio.run(steps(parts)) / work.sampled
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(shutil.copytree(fetch_model("tiny"), Path(folder) / "model"))
+        settings = json.loads((model / "config.json").read_text())
+        settings["max_position_embeddings"] = 8192
+        (model / "config.json").write_text(json.dumps(settings))
+        config = config_of(work, "float32", threads=1, processes=1, model=str(model))
+        layout = placement.choose_layout(config, longest_prompt=work.longest)
+        with closing(build.training_parts(config, layout, "growth", Path(folder))) as parts:
+            return asyncio.run(steps(parts)) / work.sampled
 
 
 def completions(count: int) -> float:
@@ -240,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases(given.rollouts, folder):
             if given.only and given.only not in case.name:
                 continue
-            [small] = apart(partial(case.cost, case.small))
-            [large] = apart(partial(case.cost, case.large))
+            small, large = case.cost(case.small), case.cost(case.large)
             found.append(
                 Found(case.name, case.unit, case.small, case.large, small * 1e3, large * 1e3, case.because)
             )  # fmt: skip

@@ -77,8 +77,8 @@ from tests.unit.engine.models.native.families import (
     text,
 )
 
-_NORM_AND_TURN = {"normed", "norm_gradients", "turned_halves"}
-_ALL_FUSED = _NORM_AND_TURN | {"gated_pair", "gated_pair_gradient"}
+_NORM_AND_ROTARY = {"normed", "norm_gradients", "rotary_halves"}
+_ALL_FUSED = _NORM_AND_ROTARY | {"swiglu_pair", "swiglu_pair_gradient"}
 _SMALLEST: dict[str, Any] = SMALL | {"num_hidden_layers": 1, "head_dim": 8}
 FUSED_MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "qwen3": (lambda: Qwen3Config(**_SMALLEST), _ALL_FUSED),
@@ -88,7 +88,7 @@ FUSED_MODELS: dict[str, tuple[Callable[[], Any], set[str]]] = {
         ),
         _ALL_FUSED,
     ),
-    "gemma": (lambda: GemmaConfig(**_SMALLEST), _NORM_AND_TURN),  # its gate is a GELU
+    "gemma": (lambda: GemmaConfig(**_SMALLEST), _NORM_AND_ROTARY),  # its gate is a GELU
 }
 """Models that transformers computes, and the kernels that its modules then take."""
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")
@@ -444,6 +444,41 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
         assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
 
 
+def gradients_repeat_to_the_bit(case: DeviceCase, dtype: Dtype, *, adapter: bool) -> None:
+    """Of texts so long that several parts of a kernel add to one query's gradient."""
+    ids = text(450).tolist()
+
+    def row_of(length: int, advantage: float) -> Row:
+        logprobs = (-5.0,) * length
+        return Row(
+            prompt_ids=tuple(ids[:150]),
+            completion_ids=tuple(ids[-length:]),
+            mask=(1,) * length,
+            sampling_logprobs=logprobs,
+            reference_logprobs=logprobs,
+            advantage=advantage,
+            scale=1 / length,
+        )
+
+    rows = [row_of(300, 1.0), row_of(290, -0.5), row_of(250, 0.3), row_of(1, 0.1)]
+
+    def computed() -> list[Tensor]:
+        if adapter:
+            weights, _ = learner_of("llama", case.device, case.folder, getattr(torch, dtype))
+        else:
+            weights = TrainedModel(family("llama").to(case.device), dtype=dtype)
+        learner = TorchLearner(
+            weights, run="r", publish_folder=case.folder, max_tokens_per_microbatch=4096, seed=0
+        )
+        asyncio.run(learner.forward_backward(rows, EVERYTHING, TOTALS))
+        return [each.grad for each in weights.parameters().values() if each.grad is not None]
+
+    first = computed()
+    assert any(each.any() for each in first)
+    for _ in range(4):
+        assert all(map(torch.equal, computed(), first))
+
+
 def adapters_of_experts_have_the_gradients_of_a_processor(
     case: DeviceCase, dtype: torch.dtype
 ) -> None:
@@ -614,9 +649,9 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
     close(kernels.normed(rows, weight, 1e-5, dtype), normed)
     close(kernels.norm_with_gradient(rows, weight, 1e-5, dtype, gradient, into), normed)
     close(into - before, d_rows)
-    close(kernels.gated(both, dtype), gated)
+    close(kernels.swiglu(both, dtype), gated)
     for found, wanted in zip(
-        kernels.gated_with_gradient(both, d_gated), (gated, d_both), strict=True
+        kernels.swiglu_with_gradient(both, d_gated), (gated, d_both), strict=True
     ):
         close(found, wanted)
     heads = drawn(5, 10, 16)[:, 2:6]
@@ -625,7 +660,7 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
         x = heads.float() if norm is None else F.rms_norm(heads.float(), (16,), norm, 1e-5)
         pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
         wanted = torch.view_as_real(pairs * turns).flatten(-2)
-        close(kernels.turned(heads, norm, turns, 1e-5, dtype), wanted)
+        close(kernels.rotary(heads, norm, turns, 1e-5, dtype), wanted)
         d_wider = drawn(5, 7, 16, of=torch.float32)
         with torch.enable_grad():
             leaf = heads.float().requires_grad_()
@@ -634,7 +669,7 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
             turned = torch.view_as_real(pairs * turns).flatten(-2)
             (d_heads,) = torch.autograd.grad(turned, leaf, d_wider[:, 3:])
         before = d_wider[:, :3].clone()
-        kernels.turned_gradient_(d_wider[:, 3:], heads, norm, turns, 1e-5)
+        kernels.rotary_gradient_(d_wider[:, 3:], heads, norm, turns, 1e-5)
         close(d_wider[:, 3:], d_heads)
         assert torch.equal(d_wider[:, :3], before), "its neighbours stay as they are"
 
@@ -691,7 +726,7 @@ def kernels_with_products_are_those_of_torch(
     both = torch.randn(19, 2 * 150, generator=generator)
     low, up = (torch.randn(n, 8, generator=generator).to(dtype) for n in (19, 2 * 150))
     gate, value = (both + low.float() @ up.float().t()).chunk(2, dim=-1)
-    found = kernels.gated_with_low_rank(both.to(device), low.to(device), up.to(device), dtype)
+    found = kernels.swiglu_with_low_rank(both.to(device), low.to(device), up.to(device), dtype)
     close = 1e-4 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(found.cpu().float(), F.silu(gate) * value, rtol=close, atol=close)
     attention_to_pages_is_that_of_torch(device, dtype, heads)
@@ -709,13 +744,13 @@ def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> 
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     wanted, wanted_logprobs = draw_tokens(logits, temperatures, uniforms)
     given = (each.to(device) for each in (logits, temperatures, uniforms))
-    tokens, logprobs = kernels.drawn(*given, 128)
+    tokens, logprobs = kernels.draw(*given, 128)
     assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
     for number in (torch.nan, torch.inf):
         logits[7, 2500] = number
         given = (each.to(device) for each in (logits, temperatures, uniforms))
-        finite = kernels.drawn(*given, 128)[1].cpu().isfinite()
+        finite = kernels.draw(*given, 128)[1].cpu().isfinite()
         assert finite.tolist() == [n != 7 for n in range(12)]
 
 
@@ -739,7 +774,7 @@ def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dt
     for single in (True, False):
         given, found_slopes = logits.clone().to(device), torch.empty_like(logits, device=device)
         normalisers, *found = kernels.head_numbers(
-            given, temperatures.to(device), targets.to(device) if single else None, gradient=True, slopes_CV=found_slopes
+            given, temperatures.to(device), targets.to(device) if single else None, gradient=True, entropy_CV=found_slopes
         )  # fmt: skip
         assert found[1].tolist() == scaled.argmax(-1).tolist()
         torch.testing.assert_close(normalisers.cpu(), scaled.logsumexp(-1), rtol=1e-5, atol=1e-5)
@@ -748,7 +783,7 @@ def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dt
         torch.testing.assert_close(given.cpu().float(), wanted, rtol=close, atol=1e-5)
         torch.testing.assert_close(found_slopes.cpu().float(), slopes, rtol=close, atol=1e-5)
     plain = logits.to(device)
-    kernels.head_numbers(plain, temperatures.to(device), None, gradient=False, slopes_CV=None)
+    kernels.head_numbers(plain, temperatures.to(device), None, gradient=False, entropy_CV=None)
     assert torch.equal(plain.cpu(), logits)
 
 
@@ -788,7 +823,7 @@ def attention_to_pages_is_that_of_torch(
         given = [torch.tensor(each, device=device) for each in ([*positions, 0], [*prompts, 0])]
         keys, values = caches.to(device)
         attend = partial(
-            kernels.cached_attention,
+            kernels.paged_attention,
             qkv.to(device), tuple(each if each is None else each.to(device) for each in norms), turns.to(device),
             keys, values, torch.tensor(pages, dtype=torch.int32, device=device), *given, epsilon,
         )  # fmt: skip

@@ -44,7 +44,7 @@ from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapte
 from groupwise.engine.models.lora_config import CONFIG, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
-from groupwise.engine.sampler.servers.witness import Witness
+from groupwise.engine.sampler.servers.local_policy import TorchPolicy
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.gloo_transfer import GlooWorker
@@ -424,7 +424,7 @@ class VllmServer:
         ids, reason, stop_reason, text = self._stopped(ids, body)
         logprobs = logprobs[: len(ids)]
         if self.set.logprobs_mode == "raw_logprobs":
-            (logprobs,) = Witness(serving.weights).logprobs([(body["prompt"], ids)], (1.0,))
+            (logprobs,) = TorchPolicy(serving.weights).logprobs([(body["prompt"], ids)], (1.0,))
         as_ids = body.get("return_tokens_as_token_ids")
         tokens = [f"token_id:{id}" if as_ids else self._tokenizer.decode([id]) for id in ids]
         told = None

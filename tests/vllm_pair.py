@@ -19,9 +19,9 @@ from groupwise.engine.models.lora import AdaptedModel
 from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
+from groupwise.engine.sampler.servers.local_policy import TorchPolicy
 from groupwise.engine.sampler.servers.sampler import ServerSampler, WeightSync
 from groupwise.engine.sampler.servers.server_pool import Server, Servers
-from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.weights import ServedAdapter
 
 KEY = "TEST_VLLM_KEY"
@@ -102,7 +102,7 @@ def server_sampler(
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")
     return ServerSampler(
         Servers(servers, server_timeout, timing),
-        Witness(served),
+        TorchPolicy(served),
         tiny_tokenizer(),
         base=base,
         key_length=key_length,

@@ -26,7 +26,7 @@ from groupwise.algorithms import ops
 from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
 from groupwise.core.types import Group
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from groupwise.algorithms import ops
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.algorithms.knobs import KnobConflict
 
 

@@ -96,6 +96,12 @@ class Distillation(Clipped):
                 "it out, or set reward_weight.",
                 ("dynamic_sampling", "reward_weight"),
             )
+        if self.entropy_advantage > 0 and self.reward_weight == 0:
+            yield KnobConflict(
+                f"{self.name}.entropy_advantage is {self.entropy_advantage:g}, but reward_weight is 0, so that there is no advantage that "
+                "it could enlarge. Leave it out, or set reward_weight.",
+                ("entropy_advantage", "reward_weight"),
+            )
         if self.form == "top_k" and self.importance_sampling_correction.startswith("sequence"):
             yield KnobConflict(
                 f"{self.name}.importance_sampling_correction is {self.importance_sampling_correction}, which adds up the tokens of a "
@@ -165,7 +171,7 @@ class Distillation(Clipped):
         teacher_BT = _required(batch.teacher_logprobs_BT, "teacher_logprobs_BT", self.form).detach()
         gap_BT = ops.masked_difference(policy_BT, teacher_BT, batch.mask_BT)
         old_gap_BT = ops.bound_log_ratio(gap_BT - log_ratio_BT.detach())
-        advantages_BT = batch.advantages_B.unsqueeze(-1) - self.teacher_weight * old_gap_BT
+        advantages_BT = batch.advantages - self.teacher_weight * old_gap_BT
         surrogate, stats = Clipped.surrogate(
             self, replace(batch, credits_BT=advantages_BT), log_ratio_BT
         )

@@ -32,7 +32,7 @@ from groupwise.algorithms.advantages import (
     trained_tokens,
 )
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.group_relative import per_rollout
 from groupwise.core.types import Group, Rollout
 
 

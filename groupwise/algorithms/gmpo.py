@@ -26,7 +26,7 @@ from typing import ClassVar
 from groupwise.algorithms import ops
 from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.family import GroupRelative, per_rollout
+from groupwise.algorithms.group_relative import GroupRelative, per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, Rollout
 

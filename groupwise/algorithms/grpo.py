@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.group_relative import per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, Rollout
 

@@ -31,7 +31,7 @@ from groupwise.algorithms.advantages import Advantages, group_relative, trained_
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
-from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.group_relative import per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
 from groupwise.core.types import Group, Rollout
 

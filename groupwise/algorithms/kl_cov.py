@@ -26,7 +26,7 @@ from groupwise.algorithms import ops
 from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clip_cov import token_covariances, zero_advantages
-from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, RolloutCredit
 

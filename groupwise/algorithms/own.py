@@ -1,7 +1,8 @@
 """Algorithms in a user's own file: `algorithm.type: my_file.py:Mine`.
 
-The class is a frozen dataclass that derives from an algorithm here, or from `family.GroupRelative`; its fields are its knobs, and it has
-the same protocol as ours. Its name is its file's full path with the class, so that processes that are only given a `LossSpec` find it.
+The class is a frozen dataclass that derives from an algorithm here, or from `group_relative.GroupRelative`. Its fields are its knobs, and
+it has the same methods as ours. Its name is the full path of its file with the class, so that a process that gets only a `LossSpec` finds
+it.
 
 A process keeps the class that it has loaded: a file that is edited while a run goes on changes nothing in it. Only a new config looks at
 the file again.
@@ -16,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.core import plugins
 from groupwise.core.errors import TaskError, UsageError
 

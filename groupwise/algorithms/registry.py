@@ -13,11 +13,11 @@ from groupwise.algorithms.clip_cov import ClipCov
 from groupwise.algorithms.dapo import Dapo
 from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.dr_grpo import DrGrpo
-from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.gdpo import Gdpo
 from groupwise.algorithms.gigpo import Gigpo
 from groupwise.algorithms.given import Given
 from groupwise.algorithms.gmpo import Gmpo
+from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.kl_cov import KlCov

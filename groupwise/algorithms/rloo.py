@@ -37,7 +37,7 @@ from groupwise.algorithms.advantages import Advantages, leave_one_out, scored_re
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
-from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.group_relative import per_rollout
 from groupwise.algorithms.knobs import TURN_DISCOUNT, metadata_of
 from groupwise.algorithms.turns import discounted_returns, per_token
 from groupwise.core.types import Group, RolloutCredit

@@ -209,4 +209,10 @@ def generate(
         write_json(result.summary)
     else:
         write_result(result.summary, as_json=as_json)
+        if not as_json and result.exit_code == 0 and options.shard is None:
+            from groupwise.cli.printing import command_line, print_next
+
+            data = f"data.dataset_name={result.folder}"
+            line = command_line("sft", None, None, "model.name=MODEL", data)
+            print_next((line, "train MODEL on them"))
     raise typer.Exit(result.exit_code)

@@ -75,6 +75,7 @@ def init(
     """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
     from groupwise.cli import findings
     from groupwise.cli.output import collect_seldom, write_json
+    from groupwise.cli.printing import print_next
     from groupwise.core.errors import UsageError
 
     collect_seldom()
@@ -117,7 +118,17 @@ def init(
     if as_json:
         write_json(report.summary)
         raise typer.Exit(report.exit_code)
-    findings.show_title(f"wrote {report.details['file']}; go on with")
-    for line in report.details["next"]:
-        findings.show_text(line)
+    findings.show_title(f"wrote {report.details['file']}")
+    print_next(*((line, _purpose(line)) for line in report.details["next"]))
     raise typer.Exit(report.exit_code)
+
+
+def _purpose(line: str) -> str:
+    """What one of the commands is for that `init` writes into the config and prints."""
+    if line.endswith("--dry-run"):
+        return "the plan: memory, and the first prompt as the model sees it"
+    purposes = {
+        "check": "whether the rewards can teach anything, before any training",
+        "doctor": "whether model and machine work together, and what a run costs",
+    }
+    return purposes.get(line.split()[1], "the training")

@@ -19,9 +19,7 @@ from rich.cells import cell_len
 
 from groupwise.cli.options import option
 from groupwise.core.terminal.text import clean, one_line
-from groupwise.runs.folder import RECORD
-from groupwise.runs.records import Order, RolloutFilter
-from groupwise.runs.store import Store
+from groupwise.runs.find import best_and_worst
 
 LEAST_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
@@ -67,14 +65,10 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     name, own_dir = shlex.quote(folder.name), folder.parent
     place = "" if own_dir.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(own_dir))}"
     commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
-    orders: tuple[Order, ...] = ("best", "worst")
-    with Store.open(folder / RECORD, readonly=True) as store:
-        for order in orders:
-            for view in store.rollouts(RolloutFilter(outcome="scored", order=order, limit=1)):
-                if view.reward is not None and view.step is not None:
-                    line = f"groupwise runs rollouts {name} --{order}{place}"
-                    earned = f"its {order} rollout: reward {view.reward:.3f}, in step {view.step}"
-                    commands.append((line, f"{earned}, example {view.example}"))
+    for order, view in best_and_worst(folder).items():
+        line = f"groupwise runs rollouts {name} --{order}{place}"
+        earned = f"its {order} rollout: reward {view.reward:.3f}, in step {view.step}"
+        commands.append((line, f"{earned}, example {view.example}"))
     return [
         *commands,
         (f"groupwise web{place}", "curves and rollouts in a browser"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,11 +105,10 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
-    from groupwise.cli.output import collect_seldom, write_json, write_result
+    from groupwise.cli.output import collect_seldom
 
     if dry_run:
         collect_seldom()
-    from groupwise.cli.printing import commands_after_run, print_advice, print_next
     from groupwise.training.loops.rl_start import rl as train
 
     result = train(
@@ -118,17 +118,23 @@ def rl(
         dry_run=dry_run,
         **start.keywords(),
     )
-    if dry_run:
-        write_json(result.summary)
-    elif as_json:
-        write_result(result.summary, as_json=True)
-    else:
-        summary = {name: value for name, value in result.summary.items() if name != "advice"}
-        write_result(summary, as_json=False)
-        print_advice(result.summary.get("advice", ()))
-        if "folder" in result.summary:
-            print_next(*commands_after_run(Path(result.summary["folder"])))
+    write_outcome(result.summary, as_json=dry_run or as_json)
     raise typer.Exit(result.exit_code)
+
+
+def write_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    """Write a plan or a result as JSON, or a result with advice and the next commands."""
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.printing import commands_after_run, print_advice, print_next
+
+    if as_json:
+        write_json(summary)
+        return
+    values = {name: value for name, value in summary.items() if name != "advice"}
+    write_result(values, as_json=False)
+    print_advice(summary.get("advice", ()))
+    if "folder" in summary:
+        print_next(*commands_after_run(Path(summary["folder"])))
 
 
 def sft(

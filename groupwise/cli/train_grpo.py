@@ -11,7 +11,7 @@ import typer
 
 from groupwise.cli.options import AsJson, Command, command, flag, option
 from groupwise.cli.output import Stopped, run_command
-from groupwise.cli.rl import Overrides, ResumeOptions
+from groupwise.cli.rl import Overrides, ResumeOptions, write_outcome
 from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
 
 ELSEWHERE = {
@@ -132,7 +132,6 @@ def train_grpo(
     as_json: AsJson = False,
 ) -> None:
     """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
-    from groupwise.cli.output import write_json, write_result
     from groupwise.core.errors import UsageError
     from groupwise.jobs.launch.train_grpo import Flags
     from groupwise.jobs.launch.train_grpo import train_grpo as train
@@ -145,10 +144,7 @@ def train_grpo(
         raise UsageError("\n".join(["These are needed:", *missing]))
     flags["reward_function"] = tuple(flag_options.reward_function)
     result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
-    if dry_run:
-        write_json(result.summary)
-    else:
-        write_result(result.summary, as_json=as_json)
+    write_outcome(result.summary, as_json=dry_run or as_json)
     raise typer.Exit(result.exit_code)
 
 

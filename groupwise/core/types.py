@@ -195,7 +195,7 @@ class RoutedExperts:
     """Index of the first of these tokens, from 0 at the start of the prompt."""
     shape: tuple[int, int, int]
     """Tokens, layers of the model, and experts of a token in a layer. What stands in layers without experts means nothing."""
-    indices: bytes
+    indices: bytes = field(repr=False)
     """The indices of the experts in that order, as uint8, or as little-endian uint16 if a layer has more than 256 experts."""
 
     @property

@@ -26,6 +26,7 @@ from groupwise.runs.folder import (
     State,
     shown_state,
 )
+from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
 T = TypeVar("T")
@@ -293,3 +294,15 @@ def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
             if name in (path.name, facts.get("requested_name")):
                 runs.append((path, facts))
     return runs
+
+
+def best_and_worst(folder: Path) -> dict[Order, RolloutView]:
+    """The scored rollouts of a run's steps with the highest and with the lowest reward, by `best` and `worst`; neither if there is none."""
+    found: dict[Order, RolloutView] = {}
+    orders: tuple[Order, ...] = ("best", "worst")
+    with Store.open(folder / RECORD, readonly=True) as store:
+        for order in orders:
+            for view in store.rollouts(RolloutFilter(outcome="scored", order=order, limit=1)):
+                if view.reward is not None and view.step is not None:
+                    found[order] = view
+    return found

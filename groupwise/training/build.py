@@ -41,7 +41,7 @@ from groupwise.engine.distributed.multi_adapter import (
     RemoteWorker,
 )
 from groupwise.engine.distributed.rpc import WorkerCalls
-from groupwise.engine.distributed.sampler import RankSampler, RankWitness
+from groupwise.engine.distributed.sampler import RankPolicy, RankSampler
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.servers.probe import PolicyWitness
+    from groupwise.engine.sampler.servers.probe import LocalPolicy
     from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
 
@@ -275,7 +275,7 @@ async def start_training(
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _server_sampler(
-                config, layout, RankWitness(workers), prefork.load_tokenizer(config.model)
+                config, layout, RankPolicy(workers), prefork.load_tokenizer(config.model)
             )
             return Parts(
                 sampler,
@@ -441,7 +441,7 @@ async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Pat
 
 
 def _server_sampler(
-    config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
+    config: RunConfig, layout: Layout, local_policy: LocalPolicy, tokenizer: Any
 ) -> ServerSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
@@ -456,10 +456,10 @@ def _server_sampler(
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
-    routers = witness.router_shape() if sampler_config.routing_replay else None
+    routers = local_policy.router_shape() if sampler_config.routing_replay else None
     own_server, shared = None, None
     if sampler_config.vllm_python is not None:
-        own_server = _own_server(config, layout, witness.rank, timing)
+        own_server = _own_server(config, layout, local_policy.rank, timing)
         servers = Servers(
             [own_server.server],
             sampler_config.server_timeout,
@@ -490,12 +490,12 @@ def _server_sampler(
     if own_server is not None:
         takes = own_server.spec.takes
     sync = (
-        AdapterFiles(shared, witness.write_by_expert if witness.adapts_experts else None)
-        if witness.rank is not None or takes == "adapters"
+        AdapterFiles(shared, local_policy.write_by_expert if local_policy.adapts_experts else None)
+        if local_policy.rank is not None or takes == "adapters"
         else WholeWeights(
             base,
             takes,
-            witness,
+            local_policy,
             timeout=sampler_config.weight_transfer_timeout,
             shared=shared,
             own=own_server,
@@ -503,7 +503,7 @@ def _server_sampler(
     )
     return ServerSampler(
         servers,
-        witness,
+        local_policy,
         tokenizer,
         base=base,
         key_length=layout.key_length,
@@ -977,17 +977,17 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         _with_configured_stops(stops, config),
         learner_weights,
         replicas,
-        witness=_build_witness(sampler_weights) if samples_on_servers else None,
+        local_policy=_build_local_policy(sampler_weights) if samples_on_servers else None,
         adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
 
 
-def _build_witness(sampler_weights: Any) -> Any:
-    from groupwise.engine.sampler.servers.witness import Witness
+def _build_local_policy(sampler_weights: Any) -> Any:
+    from groupwise.engine.sampler.servers.local_policy import TorchPolicy
 
-    return Witness(sampler_weights)
+    return TorchPolicy(sampler_weights)
 
 
 def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
@@ -1135,7 +1135,7 @@ def _build_sampler(
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine != "torch":
-        return _server_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
+        return _server_sampler(config, layout, _build_local_policy(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 

@@ -471,11 +471,6 @@ class RunConfig(Strict):
                 "only vLLM is given adapters of experts",
             ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
-            "sampler.routing_replay": (
-                self.sampler.routing_replay and self.model.backend != "transformers",
-                "true",
-                f"model.backend {self.model.backend} computes the experts in its own way",
-            ),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
             "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
@@ -487,6 +482,12 @@ class RunConfig(Strict):
                     f"sampler.engine is {self.sampler.engine}, but {key} is {value}: {why}. Leave one of the two out.",
                     ("sampler.engine", key),
                 )
+        if self.sampler.routing_replay and self.model.backend not in ("transformers", "tunix"):
+            yield Conflict(
+                f"sampler.routing_replay is true, but model.backend is {self.model.backend}, which computes experts in its own way. Leave "
+                "one of the two out.",
+                ("sampler.routing_replay", "model.backend"),
+            )
 
     def _signal_conflicts(self) -> Iterator[Conflict]:
         if self.eval.eval_steps is None and not self.eval.before_and_after:

@@ -969,6 +969,7 @@ TABLES: list[tuple[str, Callable[[], str]]] = [
     ("fleet-api.md", lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |")),
     ("fleet-api.md", lambda: problems_table(of_the_fleet=True)),
     ("notebooks.md", notebook_table),
+    ("scaling.md", lambda: import_module("benchmarks.many_gpus").table()),
     (
         "fleet-operations.md",
         lambda: fields_table(FleetSettings, "| setting | default | meaning |"),

@@ -92,6 +92,12 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
         *cases(device_checks.a_cache_is_freed_while_nothing_is_sampled, frees_cache=(True, False)),
         *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
         *cases(device_checks.all_weights_have_the_gradients_of_a_processor, name=(*SOME, "qwen2")),
+        *cases(
+            device_checks.gradients_repeat_to_the_bit,
+            dtype=("bfloat16", "float32"),
+            adapter=(True,),
+        ),
+        *cases(device_checks.gradients_repeat_to_the_bit, dtype=("bfloat16",), adapter=(False,)),
         *cases(device_checks.adapters_of_experts_have_the_gradients_of_a_processor, dtype=BOTH),
         *cases(
             device_checks.replayed_experts_have_the_gradients_of_a_processor,

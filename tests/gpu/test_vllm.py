@@ -20,7 +20,7 @@ import torch
 import groupwise
 from groupwise.core.errors import EndpointError
 from groupwise.engine.models.tiny import tiny_model
-from groupwise.engine.sampler.servers.witness import Witness
+from groupwise.engine.sampler.servers.local_policy import TorchPolicy
 from groupwise.engine.sampler.weights import ServedModel
 from tests.integration.real_vllm.real_server import PYTHON, write_model
 from tests.integration.toy_run import STEPS, TOY, config
@@ -72,7 +72,7 @@ print(json.dumps(sums))
 def test_another_process_maps_the_weights() -> None:
     model: Any = tiny_model()
     weights = ServedModel(model.to("cuda"))
-    update = Witness(weights).ipc_handles()
+    update = TorchPolicy(weights).ipc_handles()
     mapped = subprocess.run(
         [sys.executable, "-c", MAPS],
         input=json.dumps(update),
@@ -89,31 +89,31 @@ def test_another_process_maps_the_weights() -> None:
 def test_another_gpu_receives_the_weights() -> None:
     model: Any = tiny_model()
     weights = ServedModel(model.to("cuda:0", dtype=torch.bfloat16))
-    witness = Witness(weights)
-    identity = witness.open_group("server")
+    local_policy = TorchPolicy(weights)
+    identity = local_policy.open_group("server")
     receiver = subprocess.Popen(
-        [sys.executable, "-c", RECEIVES, identity, json.dumps(witness.weight_info())],
+        [sys.executable, "-c", RECEIVES, identity, json.dumps(local_policy.weight_info())],
         stdout=subprocess.PIPE,
         text=True,
     )
-    witness.join_group("server", 2, 120)
-    witness.broadcast_weights("server", 60)
+    local_policy.join_group("server", 2, 120)
+    local_policy.broadcast_weights("server", 60)
     out, _ = receiver.communicate(timeout=60)
     expected = [tensor.double().sum().item() for tensor in weights.tensors().values()]
     assert json.loads(out) == pytest.approx(expected)
     with pytest.raises(EndpointError):  # it has ended
-        witness.broadcast_weights("server", 5)
-    witness.close_group("server")
+        local_policy.broadcast_weights("server", 5)
+    local_policy.close_group("server")
     assert torch.ones(3, device="cuda:0").sum().item() == 3, "the GPU is free again"
 
 
 @TWO_GPUS
 def test_a_receiver_that_never_comes_is_waited_for_a_limited_time() -> None:
     model: Any = tiny_model()
-    witness = Witness(ServedModel(model.to("cuda:0")))
-    witness.open_group("server")
+    local_policy = TorchPolicy(ServedModel(model.to("cuda:0")))
+    local_policy.open_group("server")
     with pytest.raises(EndpointError, match="waited in vain"):
-        witness.join_group("server", 2, 3)
+        local_policy.join_group("server", 2, 3)
 
 
 @WITH_VLLM

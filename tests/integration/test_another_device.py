@@ -184,7 +184,10 @@ def batch_of() -> FlatBatch:
         pytest.param(False, ForwardOutputs(), marks=SOAK),
     ],
 )
-def test_a_gradient_is_made(device, name, dtype, recompute, wanted):
+def test_a_gradient_is_made(monkeypatch, device, name, dtype, recompute, wanted):
+    """In float32 with attention of padded texts, in bfloat16 by one kernel for all texts."""
+    monkeypatch.setattr(varlen, "suits", lambda size, dtype, device: dtype == BF16)
+    monkeypatch.setattr(varlen, "varlen_attn", many_texts)
     weights, batch = Adapted(device, name, dtype), batch_of()
     model, parameters = weights.native(), weights.parameters()
     with device.here():
@@ -254,7 +257,7 @@ def test_all_weights_have_a_gradient(monkeypatch, device, name, dtype):
 def test_mixing_devices_and_waiting_for_numbers_would_fail(device, name, dtype):
     with device.here():
         there = torch.ones(3, device=DEVICE, dtype=dtype)
-        with pytest.raises(RuntimeError, match="two devices"):
+        with pytest.raises(RuntimeError, match=r"two (different )?devices"):
             there.add(torch.ones(3, dtype=dtype))
         with pytest.raises(DataDependentOutputException):
             bool(there.any())

@@ -75,6 +75,7 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         (device_checks.a_cache_is_freed_while_nothing_is_sampled, {"frees_cache": False}),
         (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
         also(device_checks.all_weights_have_the_gradients_of_a_processor, name="qwen3"),
+        also(device_checks.gradients_repeat_to_the_bit, dtype="bfloat16", adapter=True),
         (device_checks.adapters_of_experts_have_the_gradients_of_a_processor, {"dtype": HALF}),
         (device_checks.replayed_experts_have_the_gradients_of_a_processor, {"dtype": "bfloat16"}),
         (device_checks.one_head_of_keys_is_that_of_a_processor, {"dtype": HALF}),

@@ -18,7 +18,7 @@ from starlette.responses import Response
 import groupwise
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.servers import nccl, spawned_server, witness
+from groupwise.engine.sampler.servers import local_policy, nccl, spawned_server
 from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
 from groupwise.runs import publications
 from groupwise.training import placement
@@ -214,7 +214,7 @@ def test_all_weights_are_trained_with_it(
 ) -> None:
     """It reads files, or maps weights on the learner's GPU if they can be mapped, and takes them again after a kill, or to evaluate."""
     monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: gpus)
-    monkeypatch.setattr(witness, "gpu_uuid", lambda _: GPU)
+    monkeypatch.setattr(local_policy, "gpu_uuid", lambda _: GPU)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     given = {**settings(tmp_path, python), "lora": None}
     given["sampler"]["logprob_tolerance"] = 1e-4

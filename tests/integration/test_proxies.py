@@ -46,7 +46,7 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
     "openai": openai_client,
     "logs": lambda url: asyncio.run(Address(url).take(b"{}\n")),
     "tinker": read_schema,
-    "vllm": lambda url: Server(Endpoint(url, "model"), 1, Timing()).tell(f"{url}/pause", {}),
+    "vllm": lambda url: Server(Endpoint(url, "model"), 1, Timing()).notify(f"{url}/pause", {}),
 }
 
 

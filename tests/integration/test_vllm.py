@@ -200,6 +200,8 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
     (["sampler.weight_transfer_timeout=9"], "weight_transfer_timeout"),
     (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
     (["model.backend=tunix"], r"model\.backend"),
+    (["sampler.routing_replay=true", "model.backend=unsloth"], "unsloth, which computes experts"),
+    (["sampler.routing_replay=true", "sampler.engine=sglang"], "only vLLM is asked which experts"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(tmp_path, words, told):
     with pytest.raises(ConfigError, match=told):

@@ -242,8 +242,8 @@ class _StrictRoute(APIRoute):
                 existing = f"there are: {', '.join(known_names) or 'none'}"
                 hint = f"did you mean {close_matches[0]}?" if close_matches else existing
                 message = f"is not a query parameter of {route.name}; {hint}"
-                error = FieldError(field=printable(name)[:100], message=message)
-                raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
+                field = printable(name)[:100]
+                raise Refusal("invalid_request", f"{field} {message}", field=field, problem=message)
             strict_request = _StrictRequest(request.scope, request.receive)
             if self.body_field is not None and len(await strict_request.body()) > LARGE:
                 await strict_request.read_large_body(self.body_field.validate)

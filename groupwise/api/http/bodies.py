@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from starlette.types import Receive
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 
 BODY_SECONDS = 120.0
 """Seconds in which a body must arrive; slower requests are refused."""
@@ -141,8 +141,8 @@ class Bodies:
 
 
 def _encoding_refusal(problem: str) -> Refusal:
-    error = FieldError(field="Content-Encoding", message=problem)
-    return Refusal("unsupported_media_type", f"Content-Encoding {problem}.", errors=[error])
+    field = "Content-Encoding"
+    return Refusal("unsupported_media_type", f"{field} {problem}.", field=field, problem=problem)
 
 
 async def read_body(body: bytes, read: Callable[[bytes], T]) -> T:

@@ -27,7 +27,7 @@ from groupwise.api.http.origins import check_local
 from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import SCOPE, Facts, Shared, facts_of
 from groupwise.api.schemas.keys import Caller, Role
-from groupwise.api.schemas.problems import MEDIA_TYPE, FieldError, Refusal
+from groupwise.api.schemas.problems import MEDIA_TYPE, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +216,8 @@ class BodyMiddleware:
                 kind.startswith("application/") and kind.endswith("+json")
             )
             if body and not route.takes_bytes and not is_json:
-                field_error = FieldError(field="Content-Type", message="must be application/json")
-                raise Refusal("unsupported_media_type", errors=(field_error,))
+                problem = "must be application/json"
+                raise Refusal("unsupported_media_type", field="Content-Type", problem=problem)
         try:
             await _while_client_listens(self._app, scope, body, receive, send)
         finally:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 
 HEADER = "Idempotency-Key"
 HEADERS = (HEADER, "X-Idempotency-Key")
@@ -90,8 +90,5 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 def _invalid_key(problem: str) -> Refusal:
-    return Refusal(
-        "invalid_request",
-        f"The header {HEADER} {problem}.",
-        errors=(FieldError(field=HEADER, message=problem),),
-    )
+    detail = f"The header {HEADER} {problem}."
+    return Refusal("invalid_request", detail, field=HEADER, problem=problem)

@@ -362,15 +362,22 @@ class Refusal(GroupwiseError):
         code: str,
         detail: str | None = None,
         *,
+        field: str | None = None,
+        problem: str | None = None,
         errors: Sequence[FieldError] = (),
         retry_after: float | None = None,
     ) -> None:
-        """`code` is one of `KINDS`. Without `detail` its meaning is given; `retry_after` is in seconds."""
+        """`code` is one of `KINDS`. Without `detail` its meaning is given; `retry_after` is in seconds.
+
+        `field`: the only field that is wrong, and `problem` what is wrong with it, if `detail` says more than that.
+        """
         assert code in KINDS, f"{code!r} is no row of groupwise.api.schemas.problems.KINDS"
         super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
         self.code = code
         self.exit_code = 2 if KINDS[code].status < 500 else 1
         self.detail = self.message
+        if field is not None:
+            errors = (FieldError(field=field, message=problem or detail or self.message),)
         self.errors = tuple(errors)
         self.retry_after = retry_after
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -126,10 +126,12 @@ class _Change:
     name: str
     statuses: frozenset[str]
     """Statuses of the jobs that the command applies to; options select only among those."""
-    many: Callable[[FleetClient, Sequence[str]], list[dict[str, Any]]]
-    """Changes many jobs. Returns the new state or the `error` of each."""
+    verb: Literal["cancel", "hold", "release", "retry"]
+    """The change as the fleet's API calls it."""
     result: Callable[[dict[str, Any]], str]
     """The result for one job as text."""
+    reason: str | None = None
+    """The reason of a cancellation."""
 
 
 def _apply_change(
@@ -153,7 +155,7 @@ def _apply_change(
 
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
-            (result,) = change.many(access, ids)
+            (result,) = access.change_all(change.verb, ids, change.reason)
             if "error" in result:
                 raise Refusal(result["error"]["code"], result["error"]["message"])
             write_json(result) if as_json else say(change.result(result))
@@ -185,7 +187,7 @@ def _change_in_portions(
     results: list[dict[str, Any]] = []
     for portion in portions(ids):
         try:
-            portion_results = change.many(access, portion)
+            portion_results = access.change_all(change.verb, portion, change.reason)
         except GroupwiseError as error:
             if not as_json:
                 raise
@@ -220,12 +222,13 @@ def stop(
     change = _Change(
         "stop",
         frozenset(JobStatus) - FINAL,
-        lambda access, ids: access.cancel_all(ids, reason),
+        "cancel",
         lambda job: (
             f"{job['job_id']} is being ended on {job['assigned_vm']}"
             if job["status"] == "running"
             else _status_sentence(job)
         ),
+        reason,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
 
@@ -246,7 +249,7 @@ def resume(
     change = _Change(
         "resume",
         frozenset(RETRIED_FROM),
-        lambda access, ids: access.retry_all(ids),
+        "retry",
         lambda job: f"{_status_sentence(job)} again",
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
@@ -262,7 +265,7 @@ def hold(
     change = _Change(
         "hold",
         frozenset(("queued", "pending")),
-        lambda access, ids: access.hold_all(ids),
+        "hold",
         _status_sentence,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
@@ -278,7 +281,7 @@ def release(
     change = _Change(
         "release",
         frozenset(("held",)),
-        lambda access, ids: access.release_all(ids),
+        "release",
         _status_sentence,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)

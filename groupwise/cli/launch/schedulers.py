@@ -99,12 +99,10 @@ def ray(
 
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.clouds.schedulers import ACCELERATOR_TYPE_AMOUNT, resources_of
+    from groupwise.jobs.clouds.schedulers import resources_of
 
     plan = cluster.plan(packages)
-    resources = resources_of(resource or ())
-    if (model := job.gpu_model()) is not None:
-        resources.setdefault(f"accelerator_type:{model}", ACCELERATOR_TYPE_AMOUNT)
+    resources = resources_of(resource or (), job.gpu_model())
     options = {"cpus": cpus, "memory": memory and memory * 10**6, "resources": resources}
     place_options = {name: value for name, value in options.items() if value}
     # Ray's own programs accept other kinds of address in this variable as well.

@@ -34,8 +34,7 @@ from groupwise.cli.printing import (
 )
 from groupwise.cli.runs.compare import compare
 from groupwise.cli.runs.export import export, import_, push
-from groupwise.cli.runs.replay import replay
-from groupwise.cli.runs.rescore import rescore
+from groupwise.cli.runs.rescore import replay, rescore
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
 from groupwise.core.terminal.quantities import counted

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -77,7 +79,12 @@ def export(
 
         written = write_one_file(run, html, runs_dir=dir, force=force)
         facts = {"file": str(written), "bytes": written.stat().st_size}
-        write_json(facts) if as_json else print_pairs([*facts.items()])
+        if as_json:
+            write_json(facts)
+            return
+        print_pairs([*facts.items()])
+        command = f"python -m webbrowser {shlex.quote(str(written))}"
+        print_next((command, "look at it, here or wherever you copy it to"))
         return
     if to is None or output is None:
         raise UsageError(
@@ -100,6 +107,17 @@ def export(
     else:
         print_pairs([*summary.items()][:-1])
         print_pairs([("files", ", ".join(summary["files"]))])
+        print_next(_command_after_export(to, output))
+
+
+def _command_after_export(to: str, output: Path) -> tuple[str, str]:
+    """A command that uses what was exported."""
+    if to in ("jsonl", "parquet"):
+        options = ", lines=True" if to == "jsonl" else ""
+        reader, file = ("read_json" if to == "jsonl" else "read_parquet"), output / f"rollouts.{to}"
+        program = f"import pandas; print(pandas.{reader}({str(file)!r}{options})[['completion', 'reward']])"
+        return f"python -c {shlex.quote(program)}", "its rollouts as a table of pandas"
+    return f"cat {shlex.quote(str(output / 'README.md'))}", "how other programs load it"
 
 
 def push(
@@ -123,6 +141,9 @@ def push(
         write_json({"uploaded": urls})
     else:
         print_pairs([("uploaded", url) for url in urls])
+        repo, _, branch = urlsplit(urls[-1]).path.strip("/").partition("/tree/")
+        command = f"hf download {repo}" + (f" --revision {branch}" if branch else "")
+        print_next((command, "fetch it on another machine"))
 
 
 def import_(

@@ -23,13 +23,14 @@ class Ticker:
         self,
         stream: TextIO | None = None,
         *,
-        every: float = 30.0,
+        every: float | None = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`every`: seconds between two lines if the stream cannot be redrawn."""
+        """`every`: seconds between two lines if the stream cannot be redrawn; None: then it gets the notes only."""
         self._stream = stream if stream is not None else sys.stderr
         self._redraws = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._pause = REDRAW if self._redraws else every
+        self._pause = REDRAW if self._redraws else every or 0.0
+        self._notes_only = every is None and not self._redraws
         self._clock = clock
         self._next_draw_at = clock()
         self._line = self._last_drawn = ""
@@ -61,7 +62,7 @@ class Ticker:
             self._redraw()
 
     def _redraw(self) -> None:
-        if self._line == self._last_drawn:
+        if self._line == self._last_drawn or self._notes_only:
             return
         self._last_drawn = self._line
         self._next_draw_at = self._clock() + self._pause

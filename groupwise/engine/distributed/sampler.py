@@ -4,7 +4,7 @@ Groups that are requested within a few milliseconds are divided among the ranks 
 one, and this avoids cutting them more than necessary. A member's draw does not depend on its rank nor on other members, so the division
 changes no bit.
 
-If vLLM servers sample for several learners, `RankWitness` asks the first learner's model for log-probabilities under the published weights.
+If vLLM servers sample for several learners, `RankPolicy` asks the first learner's model for log-probabilities under the published weights.
 """
 
 from __future__ import annotations
@@ -128,74 +128,74 @@ class RankSampler:
         return tuple(completion for completions in results for completion in completions)
 
 
-class RankWitness:
-    """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over the `witness` that the first rank hosts.
+class RankPolicy:
+    """A `groupwise.engine.sampler.servers.probe.LocalPolicy` over the `local_policy` that the first rank hosts.
 
     All calls block their thread: servers are compared with the learner between two pieces of work.
     """
 
     def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
-        self.vocabulary = int(self._call_witness("vocabulary"))
-        """See `PolicyWitness`."""
-        self.rank: int | None = self._call_witness("rank")
-        """See `PolicyWitness`."""
-        self.adapts_experts = bool(self._call_witness("adapts_experts"))
-        """See `PolicyWitness`."""
+        self.vocabulary = int(self._call("vocabulary"))
+        """See `LocalPolicy`."""
+        self.rank: int | None = self._call("rank")
+        """See `LocalPolicy`."""
+        self.adapts_experts = bool(self._call("adapts_experts"))
+        """See `LocalPolicy`."""
 
     def read(self, folder: str) -> None:
-        """See `PolicyWitness.read`."""
-        self._call_witness("read", folder)
+        """See `LocalPolicy.read`."""
+        self._call("read", folder)
 
     def fingerprint(self) -> str:
-        """See `PolicyWitness.fingerprint`."""
-        return str(self._call_witness("fingerprint"))
+        """See `LocalPolicy.fingerprint`."""
+        return str(self._call("fingerprint"))
 
     def ipc_handles(self) -> Mapping[str, Any]:
-        """See `PolicyWitness.ipc_handles`."""
-        return self._call_witness("ipc_handles")
+        """See `LocalPolicy.ipc_handles`."""
+        return self._call("ipc_handles")
 
     def router_shape(self) -> RouterShape:
-        """See `PolicyWitness.router_shape`."""
-        return self._call_witness("router_shape")
+        """See `LocalPolicy.router_shape`."""
+        return self._call("router_shape")
 
     def write_by_expert(self, folder: str) -> None:
-        """See `PolicyWitness.write_by_expert`."""
-        self._call_witness("write_by_expert", folder)
+        """See `LocalPolicy.write_by_expert`."""
+        self._call("write_by_expert", folder)
 
     def weight_info(self) -> Mapping[str, Any]:
-        """See `PolicyWitness.weight_info`."""
-        return self._call_witness("weight_info")
+        """See `LocalPolicy.weight_info`."""
+        return self._call("weight_info")
 
     def pickled_tensors(self) -> str:
-        """See `PolicyWitness.pickled_tensors`."""
-        return str(self._call_witness("pickled_tensors"))
+        """See `LocalPolicy.pickled_tensors`."""
+        return str(self._call("pickled_tensors"))
 
     def open_group(self, server: str) -> str:
-        """See `PolicyWitness.open_group`."""
-        return str(self._call_witness("open_group", server))
+        """See `LocalPolicy.open_group`."""
+        return str(self._call("open_group", server))
 
     def join_group(self, server: str, world: int, timeout: float) -> None:
-        """See `PolicyWitness.join_group`."""
-        self._call_witness("join_group", server, world, timeout)
+        """See `LocalPolicy.join_group`."""
+        self._call("join_group", server, world, timeout)
 
     def broadcast_weights(self, server: str, timeout: float) -> None:
-        """See `PolicyWitness.broadcast_weights`."""
-        self._call_witness("broadcast_weights", server, timeout)
+        """See `LocalPolicy.broadcast_weights`."""
+        self._call("broadcast_weights", server, timeout)
 
     def close_group(self, server: str) -> None:
-        """See `PolicyWitness.close_group`. It waits for a call that is under way, which has a time-out."""
-        self._call_witness("close_group", server)
+        """See `LocalPolicy.close_group`. It waits for a call that is under way, which has a time-out."""
+        self._call("close_group", server)
 
     def give_back_memory(self) -> None:
-        """See `PolicyWitness.give_back_memory`."""
-        self._call_witness("give_back_memory")
+        """See `LocalPolicy.give_back_memory`."""
+        self._call("give_back_memory")
 
     def logprobs(
         self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False
     ) -> list[list[float]]:
-        """See `PolicyWitness.logprobs`."""
-        return self._call_witness("logprobs", answers, temperatures, plain)
+        """See `LocalPolicy.logprobs`."""
+        return self._call("logprobs", answers, temperatures, plain)
 
-    def _call_witness(self, method: str, *arguments: Any) -> Any:
-        return self._ranks.call_each_now([(0, f"witness.{method}", arguments)])[0]
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._ranks.call_each_now([(0, f"local_policy.{method}", arguments)])[0]

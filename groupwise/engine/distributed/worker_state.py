@@ -48,8 +48,8 @@ class WorkerState:
     replicas: GradientSum | None = None
     """Adds up gradients with the learners of the other ranks; None if this learner works alone, or there is none."""
     tracing: Tracing | None = None
-    witness: Any = None
-    """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.servers.witness`)."""
+    local_policy: Any = None
+    """The policy that vLLM servers serve if they sample instead of the ranks (`groupwise.engine.sampler.servers.local_policy`)."""
     adapter_host: AdapterHost | None = None
     """Holds the further models; None if all weights of the base are trained."""
 

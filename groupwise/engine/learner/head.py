@@ -62,13 +62,13 @@ class _FrozenHead(torch.autograd.Function):
         numbers = HeadNumbers(hidden_NH, targets, weight_VH)
         for start, end in _chunks(len(hidden_NH)):
             numbers.compute(start, end, decoder.unscaled_logits(hidden_NH[start:end]))
-        ctx.slopes, ctx.dtype = numbers.slopes, hidden_NH.dtype
+        ctx.input_gradients, ctx.dtype = numbers.input_gradients, hidden_NH.dtype
         ctx.mark_non_differentiable(*numbers.constant())
         return numbers.outputs()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        d_NH = ctx.slopes.gradient(*grad_outputs[:2])
+        d_NH = ctx.input_gradients.gradient(*grad_outputs[:2])
         return d_NH.to(ctx.dtype), None, None, None
 
 

@@ -27,7 +27,7 @@ ROWS_IN_CACHE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
+class InputGradients:
     """Gradients with respect to the head's input, [N, H] of N targets, for a backward pass that only scales them."""
 
     targets: Targets
@@ -56,7 +56,8 @@ class HeadNumbers:
     """The numbers of all targets, filled chunk by chunk, and the buffers for computing a chunk."""
 
     def __init__(self, input_NH: Tensor, targets: Targets, weight_VH: Tensor | None) -> None:
-        """`input_NH`: the head's input, or what it is computed from. `weight_VH`: the head's weight, to compute `slopes`; None: without."""
+        """`input_NH`: the head's input, or what it is computed from. `weight_VH`: the head's weight, to compute `input_gradients`;
+        None: without."""
         self._targets = targets
         count = len(input_NH)
         dtype = torch.promote_types(input_NH.dtype, torch.float32)
@@ -66,11 +67,11 @@ class HeadNumbers:
         top = (count, targets.outputs.top)
         self._top_ids_NX = input_NH.new_zeros(top, dtype=torch.long)
         self._top_logprobs_NX = input_NH.new_zeros(top, dtype=dtype)
-        self.slopes: Slopes | None = None
+        self.input_gradients: InputGradients | None = None
         if weight_VH is not None:
             chosen_NH = torch.empty_like(input_NH, dtype=dtype)
             entropy_NH = torch.empty_like(chosen_NH) if targets.outputs.entropy_gradient else None
-            self.slopes = Slopes(targets, weight_VH, chosen_NH, entropy_NH)
+            self.input_gradients = InputGradients(targets, weight_VH, chosen_NH, entropy_NH)
         self._kernels = kernels_for(input_NH)
         on_cpu = input_NH.device.type == "cpu"
         self._rows = min(count, ROWS_IN_CACHE if on_cpu else CHUNK)
@@ -89,20 +90,20 @@ class HeadNumbers:
         return self._right_N, self._top_ids_NX, self._top_logprobs_NX
 
     def compute(self, start: int, end: int, logits_CV: Tensor) -> None:
-        """Compute the numbers of the targets from `start` to `end`, and their slopes. May overwrite the logits."""
-        slopes = self.slopes
-        if slopes is None:
+        """Compute the numbers of the targets from `start` to `end`, and their gradients. May overwrite the logits."""
+        gradients = self.input_gradients
+        if gradients is None:
             self.overwrite(start, end, logits_CV, gradient=False)
             return
         entropy_CV = self.overwrite(start, end, logits_CV, gradient=True)
         temperatures_C1 = self._targets.temperatures_N[start:end, None]
         for into_NH, weights_CV in (
-            (slopes.chosen_NH, logits_CV),
-            (slopes.entropy_NH, entropy_CV),
+            (gradients.chosen_NH, logits_CV),
+            (gradients.entropy_NH, entropy_CV),
         ):
             if into_NH is not None and weights_CV is not None:
-                slopes_CH = weights_CV @ slopes.weight_VH
-                torch.div(slopes_CH, temperatures_C1, out=into_NH[start:end]).neg_()
+                gradients_CH = weights_CV @ gradients.weight_VH
+                torch.div(gradients_CH, temperatures_C1, out=into_NH[start:end]).neg_()
 
     def overwrite(
         self, start: int, end: int, logits_CV: Tensor, *, gradient: bool
@@ -157,7 +158,7 @@ class HeadNumbers:
             targets.temperatures_N,
             targets.ids_N if single else None,
             gradient=gradient,
-            slopes_CV=entropy_CV,
+            entropy_CV=entropy_CV,
         )
         logprobs_CK = chosen_CK - normaliser_C[:, None]
         self._logprobs_N[indices] = logprobs_CK.view_as(targets.ids_N)

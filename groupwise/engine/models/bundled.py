@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import logging
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ from pathlib import Path
 
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import ModelError
-
-logger = logging.getLogger(__name__)
+from groupwise.core.terminal.ticker import Ticker
 
 TINY_VERSION = 1
 """Increased when the model `tiny` changes. Defined here so that a cached model is found without importing torch."""
@@ -182,8 +181,13 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
-    from groupwise.engine.models.gguf import write_dequantised
+    start = time.monotonic()
+    with Ticker(every=None) as ticker:
+        ticker.note(
+            f"Making the model {gguf.stem} ready for use. This happens once and takes about 20 seconds."
+        )
+        from groupwise.engine.models.gguf import write_dequantised
 
-    # A warning, so that it is shown without any logging set-up: nothing else explains the slow start.
-    logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
-    write_dequantised(gguf, folder)
+        write_dequantised(
+            gguf, folder, lambda stage: ticker.show(f"  {stage}, {time.monotonic() - start:.0f} s")
+        )

@@ -93,14 +93,14 @@ class Sizes:
         return self.kv_heads * self.head_size
 
     @property
-    def turned(self) -> int:
+    def reordered(self) -> int:
         """Weights of all query and key projections, whose rows the native model reorders."""
         return self.layers * self.hidden * (self.queries + self.keys)
 
     @property
     def fused(self) -> int:
         """Weights of the products that each compute several of the model's linear layers."""
-        return self.turned + self.layers * self.hidden * (self.keys + 2 * self.inner)
+        return self.reordered + self.layers * self.hidden * (self.keys + 2 * self.inner)
 
     @property
     def products(self) -> int:
@@ -294,7 +294,7 @@ def footprint_of(
 def native_copies(sizes: Sizes, size: int, packed: int) -> int:
     """Bytes that a native model holds in addition to the model's own weights: queries and keys with reordered rows, and all products in the
     order for decoding, with `packed` bytes per number; 0 if there is no such copy."""
-    return sizes.turned * size + sizes.products * packed
+    return sizes.reordered * size + sizes.products * packed
 
 
 # --- keys and values -----------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         ctx.save_for_backward(gate_NF, up_NF)
-        return _kernels(gate_NF).gated_pair(gate_NF, up_NF)
+        return _kernels(gate_NF).swiglu_pair(gate_NF, up_NF)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,7 +162,7 @@ class _Gated(torch.autograd.Function):
             if halves
             else (torch.empty_like(gate_NF), torch.empty_like(up_NF))
         )
-        _kernels(gate_NF).gated_pair_gradient(
+        _kernels(gate_NF).swiglu_pair_gradient(
             gate_NF, up_NF, grad_outputs[0].contiguous(), d_gate_NF, d_up_NF
         )
         return d_gate_NF, d_up_NF
@@ -221,13 +221,13 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BJTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BTD, sin_BTD)
-        return _kernels(x_BJTD).turned_halves(_dense(x_BJTD), cos_BTD, sin_BTD)
+        return _kernels(x_BJTD).rotary_halves(_dense(x_BJTD), cos_BTD, sin_BTD)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_BJTD = _dense(grad_outputs[0])
         return (
-            _kernels(d_BJTD).turned_halves(d_BJTD, *ctx.saved_tensors, gradient=True),
+            _kernels(d_BJTD).rotary_halves(d_BJTD, *ctx.saved_tensors, gradient=True),
             None,
             None,
         )

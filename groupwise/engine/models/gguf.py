@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,18 +15,37 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.transformers_log import quiet
 
 
-def write_dequantised(gguf: Path, folder: Path) -> None:
-    """Dequantise a GGUF file into a folder of safetensors, config and tokenizer."""
+class _Progress(io.StringIO):
+    """Receives the progress bars of transformers, and calls `show` with the share that is done."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def write(self, text: str) -> int:
+        """Show the percentage in `text`, if there is one."""
+        if found := re.search(r"(\d+)%", text):
+            self._show(f"step 2 of 4: {found[1]} % of the weights dequantised")
+        return len(text)
+
+
+def write_dequantised(
+    gguf: Path, folder: Path, show: Callable[[str], None] = lambda stage: None
+) -> None:
+    """Dequantise a GGUF file into a folder of safetensors, config and tokenizer. `show` gets each stage in words."""
     if not gguf.is_file():
         raise ModelError(f"There is no file {str(gguf)!r}.")
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+    show("step 1 of 4: reading the file")
+    with quiet(), contextlib.redirect_stderr(_Progress(show)):
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
             )
+            show("step 3 of 4: reading the tokenizer")
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
+        show("step 4 of 4: writing the model")
         # The loaded model is still marked as GGUF, and could not be saved.
         config = {**model.config.to_dict(), "_name_or_path": ""}
         config.pop("quantization_config", None)

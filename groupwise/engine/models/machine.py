@@ -179,6 +179,8 @@ def prepare_process(threads: int) -> None:
     import torch
 
     set_threads(threads)
+    # Products inside of an attention's deterministic gradient want one of two settings; NVIDIA documents both.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Otherwise a GPU may round partial sums to bfloat16, which loses small changes of an adapter.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with contextlib.suppress(OSError, AttributeError):

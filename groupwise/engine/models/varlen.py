@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.engine.models.attention_kernels import with_deterministic_gradient
+
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 
@@ -57,7 +59,8 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention [N, H, D] of texts. `ends` are the int32 borders of queries and of keys, from 0; `longest` their largest lengths.
+    """Attention [N, H, D] of texts, whose gradient is the same to the bit each time. `ends` are the int32 borders of queries and of keys,
+    from 0; `longest` their largest lengths.
 
     `scale` and `window` as in `groupwise.engine.models.text_mask.causal_attention`.
     """
@@ -67,7 +70,8 @@ def attention(
     options: dict[str, Any] = {"enable_gqa": grouped} if _needs_flag(kernel) else {}
     # Tokens seen before and after a query, whose last is aligned to the last key; -1 means all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
-    return kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, scale=scale, **options)
+    output_NHD = kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, scale=scale, **options)
+    return with_deterministic_gradient(output_NHD)
 
 
 def sum_of_copies(gradient_KX: Tensor, copied_K: Tensor, count: int) -> Tensor:

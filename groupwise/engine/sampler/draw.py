@@ -44,7 +44,7 @@ def draw_tokens(
     greedy_S, divisors_S = send(greedy_S, device), send(divisors_S, device)
     uniforms_S = send(uniforms_S, device)
     if kernels is not None:
-        tokens_S, logprobs_S = kernels.drawn(logits_SV, divisors_S, uniforms_S, BLOCK)
+        tokens_S, logprobs_S = kernels.draw(logits_SV, divisors_S, uniforms_S, BLOCK)
         if some_greedy:
             rows_S = torch.arange(len(tokens_S), device=device)
             best_S = logits_SV.argmax(-1)

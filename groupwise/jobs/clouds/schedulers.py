@@ -232,9 +232,7 @@ def _connect_ray(scheduler: SchedulerAddress) -> SchedulerClient:
 
 
 def _ray_request(request: SchedulerRequest) -> tuple[str, ...]:
-    resources = resources_of(request.options)
-    if request.gpus and request.gpu_model:
-        resources.setdefault(f"accelerator_type:{request.gpu_model}", ACCELERATOR_TYPE_AMOUNT)
+    resources = resources_of(request.options, request.gpu_model if request.gpus else None)
     memory = None if request.ram_mb is None else request.ram_mb * 10**6
     place_options = {"cpus": request.cpus, "memory": memory, "resources": resources}
     return ray_options(place_options, request.gpus, request.limits)
@@ -258,9 +256,9 @@ def ray_options(
     return (json.dumps(options),)
 
 
-def resources_of(words: Iterable[str]) -> dict[str, float]:
-    """Parse resource amounts from words of the form NAME=N. Raises UsageError for an invalid word, or a resource that has its own
-    option."""
+def resources_of(words: Iterable[str], gpu_model: str | None = None) -> dict[str, float]:
+    """Parse resource amounts from words of the form NAME=N, and add that of a GPU model unless a word names it. Raises UsageError for an
+    invalid word, or a resource that has its own option."""
     resources: dict[str, float] = {}
     for word in words:
         name, _, number = word.rpartition("=")
@@ -277,6 +275,8 @@ def resources_of(words: Iterable[str]) -> dict[str, float]:
         if name in resources:
             raise UsageError(f"--resource {word}: {name} stands there twice.")
         resources[name] = amount
+    if gpu_model:
+        resources.setdefault(f"accelerator_type:{gpu_model}", ACCELERATOR_TYPE_AMOUNT)
     return resources
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import httpx2
@@ -237,30 +237,24 @@ class FleetClient:
         """Start a failed or cancelled job again. Sent once: if no answer came, look at the job first."""
         return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/retry", tries=1)
 
-    def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
-        """`cancel` for many: the document of each job, or `job_id` and `error` (`code`, `message`) if it was refused."""
-        return self._change_all("cancel", ids, reason=reason)
-
-    def hold_all(self, ids: Sequence[str]) -> list[Document]:
-        """`hold` for many; returns the same as `cancel_all`."""
-        return self._change_all("hold", ids)
-
-    def release_all(self, ids: Sequence[str]) -> list[Document]:
-        """`release` for many; returns the same as `cancel_all`."""
-        return self._change_all("release", ids)
-
-    def retry_all(self, ids: Sequence[str]) -> list[Document]:
-        """`retry` for many; returns the same as `cancel_all`. Sent once."""
-        return self._change_all("retry", ids, tries=1)
-
-    def _change_all(
-        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **fields: Any
+    def change_all(
+        self,
+        verb: Literal["cancel", "hold", "release", "retry"],
+        ids: Sequence[str],
+        reason: str | None = None,
     ) -> list[Document]:
+        """Make one change to many jobs: the document of each, or `job_id` and `error` (`code`, `message`) if it was refused.
+
+        A retry is sent once. `reason`: of a cancellation.
+        """
         results: list[Document] = []
+        fields, tries = (
+            {"reason": reason} if verb == "cancel" else {},
+            1 if verb == "retry" else None,
+        )
         for portion in portions(ids):
-            results += self._request_json(
-                "POST", f"/jobs/{verb}", body={"jobs": portion, **fields}, tries=tries
-            )
+            body = {"jobs": portion, **fields}
+            results += self._request_json("POST", f"/jobs/{verb}", body=body, tries=tries)
         return results
 
     def prune(

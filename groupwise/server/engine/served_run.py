@@ -11,6 +11,7 @@ and reported, and the run continues.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from groupwise.core.waiting import ChangeNotifier
 from groupwise.runs.records import WarningRecord
 from groupwise.training.loops.drawing import load_into_sampler
 from groupwise.training.loops.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 class Gate:
@@ -129,9 +132,10 @@ class ServedRun(Run):
         await self.gate.close()
 
     def warn(self, warning: WarningRecord) -> None:
-        """See `Run.warn`."""
-        super(ServedRun, self).warn(warning)
-        self.warned.append(f"signal {warning.name} {warning.kind}: {warning.message}")
+        """See `Run.warn`. In the run's log it is information: the server warns of it itself, when it gets the step's result."""
+        text = self.warning_text(warning)
+        logger.info("%s", text)
+        self.warned.append(text)
 
     @asynccontextmanager
     async def sampled_by(self, requested_step: int | None) -> AsyncGenerator[tuple[int, Policy]]:

@@ -25,7 +25,7 @@ from operator import itemgetter
 
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.tasks.openai.responses import KeptResponse
@@ -247,8 +247,7 @@ def read_response(
             f"there is no response {id[:200]!r} of this key: it was never kept (`store: false`), was deleted, or is older than a day. "
             "Repeat the conversation as `input`"
         )
-        error = FieldError(field=field, message=problem)
-        raise Refusal("unknown_response", f"{field}: {problem}.", errors=[error])
+        raise Refusal("unknown_response", f"{field}: {problem}.", field=field, problem=problem)
     return KeptResponse(unpack_json(row[0]), unpack_json(row[1]))
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger import trajectories
@@ -159,7 +159,8 @@ def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
         raise Refusal(
             "invalid_request",
             f"{problem}. Post the id of one of a trajectory's calls, or `trajectory` and `reward`.",
-            errors=[FieldError(field="group_id", message=problem)],
+            field="group_id",
+            problem=problem,
         )
     for index, (reward, _) in _member_rewards(transaction, completion.group).items():
         if index < len(post.rewards) and post.rewards[index] != reward:
@@ -216,9 +217,7 @@ def _handed_out_group(transaction: Transaction, post: Post, member: int) -> Grou
         raise Refusal("unknown_group", f"no completion has the id {group}-{member}.")
     if len(post.rewards) != 1:
         problem = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
-        raise Refusal(
-            "invalid_request", problem, errors=[FieldError(field=post.field, message=problem)]
-        )
+        raise Refusal("invalid_request", problem, field=post.field)
     return read_group(transaction, group)
 
 

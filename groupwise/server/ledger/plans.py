@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.core import atomic_files
 from groupwise.runs.encoding import label, pack_json, unpack_json
 from groupwise.server.ledger.group_states import MoveError, next_state, states_before
@@ -195,9 +195,7 @@ def _trainable_group(transaction: Transaction, run: str, group: str) -> GroupRow
         )
     if row.state == "open":
         problem = f"group {group} has no rewards yet; post them first."
-        raise Refusal(
-            "invalid_request", problem, errors=[FieldError(field="group_ids", message=problem)]
-        )
+        raise Refusal("invalid_request", problem, field="group_ids")
     raise Refusal("group_in_use", f"group {group} is {row.state}: a step has it already.")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.group_states import State, next_state
 from groupwise.server.ledger.groups import Echo, GroupRow, find_by_echo, read_group
@@ -73,7 +73,8 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
         raise Refusal(
             "invalid_request",
             f"{problem} Send one for each completion, in order; null where it failed.",
-            errors=[FieldError(field=post.field, message=problem)],
+            field=post.field,
+            problem=problem,
         )
     if group.state == "given_up":
         raise Refusal(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.api.schemas.openai import BY_IDS
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Example, Group, Prompt, Rollout, from_json, to_json
 from groupwise.runs.encoding import label
 from groupwise.server.ledger.group_states import FREE, next_state, sql_list
@@ -420,9 +420,7 @@ def _set_calls(
 
 
 def _wrong_calls(problem: str, field: str) -> Refusal:
-    return Refusal(
-        "invalid_request", f"{problem}.", errors=[FieldError(field=field, message=problem)]
-    )
+    return Refusal("invalid_request", f"{problem}.", field=field, problem=problem)
 
 
 # --- closing --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import BY_IDS, ModelData
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
@@ -180,8 +180,7 @@ class OpenAIService:
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
         problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
-        error = FieldError(field="model", message=problem)
-        return Refusal("unknown_model", problem, errors=[error])
+        return Refusal("unknown_model", problem, field="model")
 
     # --- kept responses --------------------------------------------------------------------------
 

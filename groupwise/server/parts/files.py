@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from groupwise.api.schemas.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 
 _PATH = re.compile(PATH_PATTERN)
@@ -37,11 +37,7 @@ class Files:
                 f"must be up to four names with `/` between them, of letters, digits, `.`, `_` and `-`, none of which begins with a dot; "
                 f"{MAX_PATH} characters at most"
             )
-            raise Refusal(
-                "invalid_request",
-                f"path: {problem}.",
-                errors=[FieldError(field="path", message=problem)],
-            )
+            raise Refusal("invalid_request", f"path: {problem}.", field="path", problem=problem)
 
     def path_in_root(self, path: str) -> Path:
         """Path of the file, which need not exist."""
@@ -105,9 +101,7 @@ class Files:
             if {path, *map(str, Path(path).parents)} & self._sealed.keys():
                 problem = "is in a folder that was loaded, which stays as it is; send it to another"
                 raise Refusal(
-                    "invalid_request",
-                    f"{path} {problem}.",
-                    errors=[FieldError(field="path", message=problem)],
+                    "invalid_request", f"{path} {problem}.", field="path", problem=problem
                 )
             return self._write_piece(file, path, offset, content)
 
@@ -118,14 +112,15 @@ class Files:
                 if (size := file.tell()) < offset:
                     problem = f"is {offset}, but the file has {size} bytes so far; send the pieces in their order"
                     raise Refusal(
-                        "invalid_request",
-                        f"offset {problem}.",
-                        errors=[FieldError(field="offset", message=problem)],
+                        "invalid_request", f"offset {problem}.", field="offset", problem=problem
                     )
                 file.truncate(offset)
                 file.write(content)
         except OSError as error:
-            raise _refusal_of(path, error) from None
+            if is_full(error):
+                raise Refusal("disk_full", retry_after=FULL_SECONDS) from None
+            problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"
+            raise Refusal("invalid_request", f"{problem}.", field="path", problem=problem) from None
         return FolderAnswer(files=[FileFacts(path=target.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
@@ -137,15 +132,6 @@ class Files:
         with self._changing:
             self._removed = True
             shutil.rmtree(self.root, ignore_errors=True)
-
-
-def _refusal_of(path: str, error: OSError) -> Refusal:
-    if is_full(error):
-        return Refusal("disk_full", retry_after=FULL_SECONDS)
-    problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"
-    return Refusal(
-        "invalid_request", f"{problem}.", errors=[FieldError(field="path", message=problem)]
-    )
 
 
 def _unknown_file(path: str) -> Refusal:

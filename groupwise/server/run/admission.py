@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 
 RETRY_SECONDS = 2.0
 """Seconds after which a refused client may ask again; about the duration of a step of a small model."""
@@ -133,8 +133,7 @@ class Admission:
                 f"{len(draws)} prompts were sent at once, but only {self.limits.capacity} groups {limit_text}. "
                 "Send fewer at once, or start with higher settings."
             )
-            error = FieldError(field="prompts", message=message)
-            raise Refusal("invalid_request", message, errors=[error])
+            raise Refusal("invalid_request", message, field="prompts")
         await self._wait_for_turn(draws, limit, key_id)
         self.sampling += len(draws)
         assigned: list[int] = []

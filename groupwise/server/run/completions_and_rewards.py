@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import (
     AnyRewards,
@@ -56,8 +56,7 @@ class CompletionsAndRewards:
                 f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {server_hash!r}. "
                 "GET /tokenizer has them."
             )
-            error = FieldError(field="tokenizer_hash", message=message)
-            raise Refusal("tokenizer_mismatch", message, errors=[error])
+            raise Refusal("tokenizer_mismatch", message, field="tokenizer_hash")
         for index, prompt in enumerate(request.all_prompts):
             field = _request_field_names(request, index)["prompt"]
             check_prompt_length(prompt, conductor.status.opened, field)

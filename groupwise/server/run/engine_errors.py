@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
-from groupwise.api.schemas.problems import KINDS, FieldError, Refusal
+from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import EngineLost, Opened, WrongOrder
@@ -58,8 +58,7 @@ def check_prompt_length(prompt: Prompt, opened: Opened, field: str) -> None:
         longest, most = opened.longest_prompt, opened.longest_prompt_characters
         check_characters(*texts_of(prompt), longest=longest, most=most)
     except WrongOrder as error:
-        field_error = FieldError(field=field, message=error.message)
-        raise Refusal(error.code, error.message, errors=[field_error]) from None
+        raise Refusal(error.code, error.message, field=field) from None
 
 
 async def naming_field(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
@@ -68,5 +67,4 @@ async def naming_field(work: Awaitable[T], fields: Mapping[OrderField, str]) -> 
         return await work
     except WrongOrder as error:
         refusal = refusal_of(error, otherwise="invalid_request")
-        field = FieldError(field=fields[error.field], message=refusal.detail)
-        raise Refusal(refusal.code, refusal.detail, errors=[field]) from None
+        raise Refusal(refusal.code, refusal.detail, field=fields[error.field]) from None

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -194,8 +194,8 @@ class RunLifecycle:
                     f"has no effect with resume_from: {row_of_run.run}, because the run goes on under its own name. Leave it out, or "
                     f"begin a new run from a checkpoint of it, such as resume_from: {row_of_run.run}@<step> (GET /checkpoints lists them)"
                 )
-                error = FieldError(field="run_name", message=message)
-                raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
+                detail = f"run_name {message}."
+                raise Refusal("settings_conflict", detail, field="run_name", problem=message)
             merged = _merge_settings(row_of_run.settings, request)
             order = await self._checked_order(merged)
             config = _with_run(order.config, name=row_of_run.run)
@@ -355,8 +355,8 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
             f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
             "out, to go on with it; without resume_from the training begins anew"
         )
-        error = FieldError(field="adapter", message=message)
-        raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
+        detail = f"adapter: {message}."
+        raise Refusal("resume_mismatch", detail, field="adapter", problem=message)
 
 
 _REQUEST_ONLY = ("resume_from", "replace")

@@ -113,8 +113,7 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
             raise UsageError(f"The algorithm is {kind}, but {NO_TEACHER}")
     except UsageError as error:
         field = "algorithm" if isinstance(algorithm, str) else "algorithm.type"
-        errors = [FieldError(field=field, message=str(error))]
-        raise Refusal("invalid_request", str(error), errors=errors) from None
+        raise Refusal("invalid_request", str(error), field=field) from None
     try:
         load_config(config)
     except ConfigError as error:
@@ -200,5 +199,5 @@ def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
     if refused_keys:
         key = f"sampler.{refused_keys[0]}"
         message = f"{key} has no place in a served run: {reason}"
-        raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
+        raise Refusal("settings_conflict", message, field=key)
     return sampler

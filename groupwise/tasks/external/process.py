@@ -22,7 +22,7 @@ from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.plugins import printable
 from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.core.processes.program import ProcessGroup
-from groupwise.tasks.external.protocol import PROTOCOL, Program, words_of
+from groupwise.tasks.external.protocol import PROTOCOL, Program, readable
 
 PREFIX = "groupwise-environment-"
 MAX_ADDRESS = 103
@@ -196,7 +196,7 @@ class EnvironmentProcess:
                 if answer is None or answer.done():
                     continue  # of a call that is no longer awaited
                 if (error := message.get("error")) is not None:
-                    answer.set_exception(CallFailed(words_of(error["message"])))
+                    answer.set_exception(CallFailed(readable(error["message"])))
                 else:
                     answer.set_result(message["result"])
         except (ValueError, LookupError, TypeError, RecursionError, OSError) as error:

@@ -1,7 +1,7 @@
 """The calls between a run and an environment that plays attempts in a process of its own; decision 0075 describes them.
 
-`Program` says how to start such a process. `Played` is the checked answer to a call of `rollout`: an environment is code of others, which
-may send anything.
+`Program` says how to start such a process. `AttemptResult` is the checked answer to a call of `rollout`; an environment is code of others,
+which may send anything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class AttemptResult:
     """How an attempt ended."""
 
     parts: tuple[RewardPart, ...] = ()
@@ -65,7 +65,7 @@ class InvalidAnswer(ValueError):
     """An environment's answer that cannot be used; the message says why."""
 
 
-def played_of(result: object, given: Mapping[str, str | None]) -> Played:
+def parse_attempt_result(result: object, given: Mapping[str, str | None]) -> AttemptResult:
     """The answer to a call of `rollout`. `given`: the ids of the completions that the attempt was given, in order, with their sessions.
 
     Raises InvalidAnswer.
@@ -76,7 +76,7 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
     answer = cast("dict[str, Any]", result)
     error = answer.get("error")
     if error is not None:
-        return Played(error=words_of(error), notes=_notes(answer))
+        return AttemptResult(error=readable(error), notes=_notes(answer))
     rewards = answer.get("rewards", [])
     metrics = answer.get("metrics", {})
     if not isinstance(rewards, list) or not isinstance(metrics, dict):
@@ -98,7 +98,7 @@ def played_of(result: object, given: Mapping[str, str | None]) -> Played:
         taken = set(map(str, _list(sessions, "sessions")))
         completions = tuple(id for id, session in given.items() if session in taken)
     truncated = answer.get("truncated") is True
-    return Played(tuple(parts), completions, truncated, None, _notes(answer))
+    return AttemptResult(tuple(parts), completions, truncated, None, _notes(answer))
 
 
 def _reward(entry: Any, turns: Mapping[str, int]) -> RewardPart:
@@ -116,7 +116,7 @@ def _reward(entry: Any, turns: Mapping[str, int]) -> RewardPart:
     )
 
 
-def words_of(message: object) -> str:
+def readable(message: object) -> str:
     """What an environment says to people, bounded and printable."""
     return printable(str(message)[:MAX_WORDS])
 
@@ -152,7 +152,7 @@ def _notes(answer: Mapping[str, Any]) -> dict[str, Any]:
     notes = answer.get("notes")
     own = dict(cast("dict[str, Any]", notes)) if isinstance(notes, dict) else {}
     if isinstance(stopped := answer.get("stopped"), str):
-        own["stopped"] = words_of(stopped)
+        own["stopped"] = readable(stopped)
     level, depth = [cast("Any", own)], 0
     while level and depth <= MAX_DEPTH:
         level = [inner for value in level for inner in _inside(value)]
@@ -163,7 +163,7 @@ def _notes(answer: Mapping[str, Any]) -> dict[str, Any]:
         text = json.dumps(own, allow_nan=False, ensure_ascii=False)
         length = len(text.encode())  # raises for half of a character, which no file can hold
     except (ValueError, RecursionError) as error:
-        raise InvalidAnswer(f"its notes cannot be recorded: {words_of(error)}") from None
+        raise InvalidAnswer(f"its notes cannot be recorded: {readable(error)}") from None
     if length > MAX_NOTES:
         raise InvalidAnswer(f"its notes have {length} bytes as JSON; at most {MAX_NOTES} are kept")
     return own

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 """Name of the model; any other is taken for it, because programs have names of their own written into them."""
 HOST = "127.0.0.1"
-THE_RUNS = (
+DECIDED_BY_THE_RUN = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "top_logprobs", "store", "metadata"),
 )
@@ -392,7 +392,9 @@ class PolicyEndpoint:
         if not isinstance(body, dict):
             raise Refusal("invalid_request", "The body is no JSON object.")
         fields = cast("dict[str, Any]", body)
-        ignored = {name for name in fields if name in THE_RUNS or name not in kind.model_fields}
+        ignored = {
+            name for name in fields if name in DECIDED_BY_THE_RUN or name not in kind.model_fields
+        }
         if "reasoning_effort" not in _template(call.calls.tokenizer):
             ignored.add("reasoning_effort")
         for name in ignored - self._ignored:

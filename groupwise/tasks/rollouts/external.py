@@ -18,7 +18,12 @@ from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import EndedBy, Group, Outcome, RewardPart, Rollout, Sampler
 from groupwise.tasks.external.process import CallFailed, EnvironmentProcess, ProcessLost
-from groupwise.tasks.external.protocol import InvalidAnswer, Played, Program, played_of
+from groupwise.tasks.external.protocol import (
+    AttemptResult,
+    InvalidAnswer,
+    Program,
+    parse_attempt_result,
+)
 from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
 from groupwise.tasks.rollouts.endpoint import MODEL, PolicyCalls, PolicyEndpoint
 from groupwise.tasks.rollouts.trained_turns import TrainedTurns, UnusableChoice, every_turn
@@ -66,7 +71,7 @@ class _Ending:
 
     outcome: Outcome
     reason: str | None = None
-    played: Played = field(default_factory=Played)
+    result: AttemptResult = field(default_factory=AttemptResult)
     name: str = ""
     """The name by which the process knows the attempt; empty if it did not answer."""
 
@@ -99,7 +104,7 @@ class ExternalRollouts:
         self._trained = trained
         self._endpoint = PolicyEndpoint()
         self._slots = [_Slot() for _ in range(workers)]
-        self._lone_slot, self._alone = _Slot(), asyncio.Lock()
+        self._retry_slot, self._retry_lock = _Slot(), asyncio.Lock()
         self._gate = asyncio.Semaphore(limits.max_concurrent)
         self._names = 0
 
@@ -118,7 +123,7 @@ class ExternalRollouts:
 
     async def close(self) -> None:
         """End all processes, and the endpoint."""
-        for slot in (*self._slots, self._lone_slot):
+        for slot in (*self._slots, self._retry_slot):
             if slot.process is not None:
                 await slot.process.close()
         await self._endpoint.close()
@@ -130,7 +135,7 @@ class ExternalRollouts:
         if (process := await self._running(slot)).scores_groups:
             slot.playing += ask.members
             try:
-                attempts = await self._played_together(process, sampler, ask)
+                attempts = await self._play_group(process, sampler, ask)
             finally:
                 slot.playing -= ask.members
         else:
@@ -164,37 +169,37 @@ class ExternalRollouts:
                 ending = _lost(lost)
                 if only_in is None:
                     # Any of its attempts may have ended the process, so each is repeated alone.
-                    async with self._alone:
+                    async with self._retry_lock:
                         calls, repeated = self._calls(sampler, ask, member), True
                         try:
-                            ending = await self._play_in(self._lone_slot, calls, ask, member)
+                            ending = await self._play_in(self._retry_slot, calls, ask, member)
                         except ProcessLost as again:
                             ending = _lost(again)
         if calls.failure is not None:
             raise calls.failure
         return _Attempt(calls, ending, repeated)
 
-    async def _played_together(
+    async def _play_group(
         self, process: EnvironmentProcess, sampler: Sampler, ask: Ask
     ) -> list[_Attempt]:
         """A group that the environment scores as a whole, and which has to be played in one process for that."""
         attempts = await gather_all(
             self._attempt(sampler, ask, member, process) for member in range(ask.members)
         )
-        played = [
+        answered = [
             member
             for member, attempt in enumerate(attempts)
-            if attempt.ending.name and attempt.ending.played.error is None
+            if attempt.ending.name and attempt.ending.result.error is None
         ]
-        if not played:
+        if not answered:
             return attempts
-        endings = [attempts[member].ending for member in played]
+        endings = [attempts[member].ending for member in answered]
         try:
             async with asyncio.timeout(self._limits.max_seconds):
                 answers = await process.score([ending.name for ending in endings])
             scores = [
-                played_of(answer, attempts[member].calls.sessions)
-                for member, answer in zip(played, answers, strict=True)
+                parse_attempt_result(answer, attempts[member].calls.sessions)
+                for member, answer in zip(answered, answers, strict=True)
             ]
         except TimeoutError:
             reason = f"scoring its group took more than {self._limits.max_seconds:g} s (rollout.max_seconds)"
@@ -207,13 +212,13 @@ class ExternalRollouts:
             endings = [
                 replace(
                     ending,
-                    played=replace(
-                        ending.played, parts=ending.played.parts + score.parts, error=score.error
+                    result=replace(
+                        ending.result, parts=ending.result.parts + score.parts, error=score.error
                     ),
                 )
                 for ending, score in zip(endings, scores, strict=True)
             ]
-        for member, ending in zip(played, endings, strict=True):
+        for member, ending in zip(answered, endings, strict=True):
             attempts[member] = replace(attempts[member], ending=ending)
         return attempts
 
@@ -273,12 +278,14 @@ class ExternalRollouts:
         work = asyncio.ensure_future(process.call("rollout", params))
         try:
             if not await self._in_time(work, calls):
-                await self._give_up(process, work, name)
+                await self._cancel(process, work, name)
                 return _Ending(
                     "timed_out",
                     f"the environment took more than {self._limits.max_seconds:g} s of its own time (rollout.max_seconds)",
                 )
-            return _Ending("pending", None, played_of(work.result(), calls.sessions), name)
+            return _Ending(
+                "pending", None, parse_attempt_result(work.result(), calls.sessions), name
+            )
         except CallFailed as error:
             return _Ending("failed", f"the environment failed: {error}")
         except InvalidAnswer as error:
@@ -301,7 +308,7 @@ class ExternalRollouts:
             await asyncio.wait((work,), timeout=max(remaining, LEAST_WAIT))
         return True
 
-    async def _give_up(
+    async def _cancel(
         self, process: EnvironmentProcess, work: asyncio.Future[Any], name: str
     ) -> None:
         """Have an attempt given up; a process that does not do so is killed."""
@@ -321,14 +328,14 @@ def _lost(lost: ProcessLost) -> _Ending:
 def _rollout_of(ask: Ask, member: int, attempt: _Attempt, trained: TrainedTurns) -> Rollout:
     """The attempt as a rollout. Its text is that of all turns that the environment names; its segments are those that teach."""
     calls, ending, tries = attempt.calls, attempt.ending, int(attempt.repeated)
-    played, outcome, reason = ending.played, ending.outcome, ending.reason
+    result, outcome, reason = ending.result, ending.outcome, ending.reason
     ids = list(calls.turns)
-    if outcome == "pending" and played.error is not None:
-        outcome, reason = "failed", f"the environment failed: {played.error}"
+    if outcome == "pending" and result.error is not None:
+        outcome, reason = "failed", f"the environment failed: {result.error}"
     if outcome == "failed" and calls.cut_by is not None:
         limit = {"turns": "rollout.max_turns", "tokens": "rollout.max_rollout_length"}
         reason = f"{reason} ({limit[calls.cut_by]} was reached before)"
-    teaching = ids if played.completions is None else [i for i in ids if i in played.completions]
+    teaching = ids if result.completions is None else [i for i in ids if i in result.completions]
     shown = teaching or ids
     if outcome == "pending" and teaching:
         try:
@@ -338,12 +345,12 @@ def _rollout_of(ask: Ask, member: int, attempt: _Attempt, trained: TrainedTurns)
             outcome, reason = "failed", f"rollout.trained_turns: {problem}"
     if outcome == "pending" and not teaching:
         what = "no completion of its teaches" if ids else "it ended without asking the policy"
-        if stopped := played.notes.get("stopped"):
+        if stopped := result.notes.get("stopped"):
             what += f" ({stopped})"
         outcome, reason = "failed", f"the environment's attempt has nothing to train on: {what}"
     if not shown:
         empty = Rollout(ask.draw, member, 0, ask.prompt_ids, (), "")
-        return replace(empty, attempt=tries, outcome=outcome, reason=reason, notes=played.notes)
+        return replace(empty, attempt=tries, outcome=outcome, reason=reason, notes=result.notes)
     whole = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
     taught = teaching or shown
     rollout = whole
@@ -351,16 +358,16 @@ def _rollout_of(ask: Ask, member: int, attempt: _Attempt, trained: TrainedTurns)
         rollout = join_turns(ask.draw, member, [calls.turns[id] for id in taught])
         rollout = replace(rollout, completion=whole.completion, messages=whole.messages)
     ended_by: EndedBy | None = rollout.ended_by
-    if calls.cut_by is not None or played.truncated:
+    if calls.cut_by is not None or result.truncated:
         ended_by = calls.cut_by or ("tokens" if rollout.ended_by == "tokens" else "turns")
     return replace(
         rollout,
         attempt=tries,
         outcome=outcome,
         reason=reason,
-        parts=_parts(played.parts, ids, taught) if outcome == "pending" else (),
+        parts=_parts(result.parts, ids, taught) if outcome == "pending" else (),
         ended_by=ended_by if outcome == "pending" else None,
-        notes=played.notes,
+        notes=result.notes,
     )
 
 

@@ -46,7 +46,7 @@ def check_algorithm(algorithm: Algorithm, name: str) -> Iterator[Finding]:
             "problem",
             str(error),
             "the first step of a training would fail in the same way",
-            "groupwise.algorithms.family.GroupRelative says what each method is given and returns",
+            "groupwise.algorithms.group_relative.GroupRelative says what each method is given and returns",
         )
         return
     broken = {test: where for test, where in tests.items() if where}

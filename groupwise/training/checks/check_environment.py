@@ -226,9 +226,9 @@ async def play(
         stop_token_ids=() if end is None else (end,),
     )
     games: list[Game] = []
-    started_at = time.perf_counter()
     try:
         await rollouts.start()
+        started_at = time.perf_counter()  # a library that loads slowly takes nothing from its games
         for draw, example in enumerate(spread(examples, ROWS)):
             if time.perf_counter() - started_at > BUDGET:
                 break

@@ -28,7 +28,7 @@ from groupwise.training.checks.foreign_names import (
     SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
+from groupwise.training.checks.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
 from groupwise.training.foreign_keys import foreign_to_rl
 
 MAPPINGS = frozenset(
@@ -83,7 +83,19 @@ OTHER_FRAMEWORKS = (
 )  # fmt: skip
 
 
-def read_foreign(file: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ForeignConfig:
+    """A foreign config as it is read."""
+
+    settings: dict[str, Any]
+    """The keys with their values, under their usual names."""
+    written: dict[str, str]
+    """Usual name → name in the file, of the keys that have another one there: `lora_r` → `r`."""
+    own_functions: str | None = None
+    """The source of a module with the file's own functions, if they cannot be used where they are."""
+
+
+def read_foreign(file: Path) -> ForeignConfig:
     """The keys of a foreign config with their values. Raises UsageError for a file without any."""
     if not file.is_file():
         raise UsageError(f"--from: there is no file {file}.")
@@ -121,13 +133,16 @@ def read_foreign(file: Path) -> dict[str, Any]:
                 "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
                 + "".join(hints[:MAX_SHOWN_KEYS])
             )
-    settings = _flatten(tree)
+    own_functions = tree.get(OWN_FUNCTIONS)
+    written: dict[str, str] = {}
+    settings = _flatten({**tree, OWN_FUNCTIONS: None}, written)
+    del settings[OWN_FUNCTIONS]
     if not settings.keys() & GRPO_KEYS:
         raise UsageError(
             f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
             f"{', '.join(list(settings)[:12]) or 'none'}."
         )
-    return settings
+    return ForeignConfig(settings, written, own_functions)
 
 
 def _parse_file(file: Path, text: str) -> Any:
@@ -236,14 +251,17 @@ def _key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 # TRL's
 
 
-def _flatten(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Flatten sections, except keys whose value is a mapping. If two keys have the same name, both are kept."""
+def _flatten(tree: Mapping[str, Any], written: dict[str, str], section: str = "") -> dict[str, Any]:
+    """Flatten sections, except keys whose value is a mapping. If two keys have the same name, both are kept.
+
+    Adds to `written` the names of the file for keys that are usually called otherwise.
+    """
     settings: dict[str, Any] = {}
     alias_values: dict[str, Any] = {}
     for name, value in tree.items():
         is_key = name in {*MAPPINGS, *SAME_MEANING, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
         if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
-            inner = _flatten(cast("Mapping[str, Any]", value), name)
+            inner = _flatten(cast("Mapping[str, Any]", value), written, name)
             for key, inner_value in inner.items():
                 _add_setting(settings, key, f"{name}.{key}", inner_value)
         elif (canonical_name := SECTION_ALIASES.get(section, {}).get(name, name)) in ALIASES:
@@ -252,6 +270,8 @@ def _flatten(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
             _add_setting(settings, canonical_name, f"{section}.{name}", value)
     for name, value in alias_values.items():
         unsloth = name.endswith("checkpointing") and value == "unsloth"
+        if ALIASES[name] not in settings:
+            written[ALIASES[name]] = name
         _add_setting(settings, ALIASES[name], name, True if unsloth else value)
     return settings
 

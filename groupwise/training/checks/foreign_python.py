@@ -4,8 +4,8 @@ The file is interpreted statement by statement as far as its values are plain: l
 merged or unpacked, attributes that are set later. A value that only running the file would give becomes an `Unread` with its line; so
 does a value that depends on a condition. Bodies of functions come last, when all names of the module are known.
 
-Two settings come from what the file does instead of what it sets: the data, from the `load_dataset` that the trainer's rows start from,
-and the system prompt, from the messages that the file creates.
+Some settings come from what the file does instead of what it sets: the data, from the `load_dataset` that the trainer's rows start from and
+what is then done with them, and the system prompt, from the messages that the file creates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from groupwise.core.plugins import runs_as_script
+from groupwise.core.plugins import runs_as_script, trains_when_imported
+from groupwise.training.checks.foreign_functions import ROW, copy_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ FILE_FORMATS = ("json", "csv", "parquet", "text")
 OTHER_DATASET_REASON = "`{}` is no split of the set that is trained on"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
-    "Where it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
-    "data.prompt_format=chat say so; other rows need a task file (get_rl_dataset)"
+    "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
+    "data.prompt_format=chat do the same; else write a function of one row into a file, for data.preprocessing_pipeline=FILE.py:FUNCTION"
 )
 TASK_REMEDY = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
@@ -94,8 +95,19 @@ MAX_SKIPPED_LINES = 9
 """Number of lines with invalid syntax for this Python version above which the file does not count as Python."""
 
 
-def of_python(text: str) -> dict[str, Any]:
-    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
+OWN_FUNCTIONS = "own_functions"
+"""Not a setting: the source of a module with the file's own functions, if they cannot be used where they are (foreign_functions.py)."""
+CHOICES_OF_ROWS = ("select", "take")
+"""Methods of a dataset that leave rows out."""
+CHANGES_OF_NO_ROW = ("shuffle", "train_test_split", "remove_columns", *CHOICES_OF_ROWS)
+"""Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
+
+
+def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python.
+
+    `is_module`: the functions of the file can be imported from it, unless it trains then.
+    """
     # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     skipped_lines: dict[str, Any] = {}
@@ -119,7 +131,8 @@ def of_python(text: str) -> dict[str, Any]:
             reader = _Reader()
             reader.read(tree.body)
             settings = reader.settings()
-            if settings.get("system_prompt") is None:
+            reader.take_functions(settings, "\n".join(lines), is_module)
+            if "map" not in settings and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
             if first_error is not None and not settings:
                 raise first_error
@@ -130,7 +143,8 @@ def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings of a notebook's cells, without cells in another language."""
     texts = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     magic_pattern = re.compile(r"\s*%%(?!capture|time)")
-    return of_python("\n".join(source for source in texts if not magic_pattern.match(source)))
+    text = "\n".join(source for source in texts if not magic_pattern.match(source))
+    return of_python(text, is_module=False)
 
 
 @dataclass(slots=True)
@@ -142,6 +156,12 @@ class _Reader:
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of command-line options."""
     flags_read: set[str] = field(default_factory=set[str])
+    changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
+    """Datasets after each of their changes."""
+    row_changes: Sequence[ast.Call] = ()
+    """What the file does to the rows of the trainer's dataset."""
+    chosen: Sequence[str] = ()
+    """The methods by which it leaves some of them out."""
     unsure: int = 0
     """Number of conditions and loops around the current statement."""
     later: list[ast.FunctionDef | ast.AsyncFunctionDef] = field(
@@ -423,14 +443,18 @@ class _Reader:
         return datasets
 
     def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
-        """The same dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
+        """The dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
         arguments = dict(owner.arguments)
         size = self._read_arguments(node, ("test_size",)).get("test_size")
         if function_name == "train_test_split" and isinstance(size, float):
             arguments["test_split_size"] = size
-        if function_name != "shuffle":
-            arguments["changes"] = [*arguments.get("changes", ()), function_name]
-        return ParsedCall(DATASET_LOADER, node.lineno, arguments)
+        if function_name == "shuffle":
+            return owner
+        arguments["changes"] = [*arguments.get("changes", ()), function_name]
+        if function_name not in CHANGES_OF_NO_ROW:
+            arguments["row_changes"] = [*arguments.get("row_changes", ()), node]
+        self.changed.append(dataset := ParsedCall(DATASET_LOADER, node.lineno, arguments))
+        return dataset
 
     def _call_of_python(self, node: ast.Call, function_name: str) -> Any:
         """Evaluate the Python built-ins that create or change settings."""
@@ -552,10 +576,12 @@ class _Reader:
             loads = [call for call in self.calls if call.kind == DATASET_LOADER]
             if len({str(call.arguments.get("path")) for call in loads}) != 1:
                 return
-            # A function makes the rows; assume that it uses the only dataset that the file loads.
-            value = ParsedCall(
-                DATASET_LOADER, line, {**loads[0].arguments, "changes": [_as_source(value)]}
-            )
+            # A function makes the rows; assume that it uses the only dataset that the file loads, with all that is done to it there.
+            changes = {"changes": [_as_source(value)]}
+            if self.changed:
+                last = max(self.changed, key=lambda one: len(one.arguments["changes"]))
+                changes = {key: last.arguments.get(key, []) for key in ("changes", "row_changes")}
+            value = ParsedCall(DATASET_LOADER, line, {**loads[0].arguments, **changes})
         path = value.arguments.get("path")
         if not isinstance(path, str):
             settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=TASK_REMEDY)
@@ -573,6 +599,21 @@ class _Reader:
             why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
             source = ", ".join(dict.fromkeys(changes))
             settings["train_dataset"] = Unread(source, value.line, why, COLUMNS_REMEDY)
+            self.row_changes = value.arguments.get("row_changes", ())
+            self.chosen = [change for change in changes if change in CHOICES_OF_ROWS]
+
+    def take_functions(self, settings: dict[str, Any], source: str, is_module: bool) -> None:
+        """Copy what the file does to each row, and its own rewards if it cannot be imported for them."""
+        rewards = cast("list[Any]", settings.get("reward_funcs") or [])
+        own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
+        copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
+        if copied is not None:
+            settings["map"] = f":{ROW}"
+            rest = replace(settings.pop("train_dataset"), written=", ".join(self.chosen))
+            settings |= {"train_dataset": rest} if self.chosen else {}
+        elif own and not (is_module and trains_when_imported(source) is None):
+            copied = copy_functions(source, own)
+        settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
 
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""

@@ -23,7 +23,7 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_advice
 from groupwise.tasks.data.config import DatasetConfig
-from groupwise.training.checks.foreign_config import read_foreign
+from groupwise.training.checks.foreign_config import ForeignConfig, read_foreign
 from groupwise.training.checks.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
@@ -57,6 +57,9 @@ from groupwise.training.checks.init_file import render
 from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
+PIPELINE = "preprocessing_pipeline"
+OF_INIT = '"""Written by groupwise init:'
+"""How the module with copied functions begins; no other file is overwritten."""
 
 KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
 """The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
@@ -70,6 +73,10 @@ class Translation:
     settings: dict[str, Any]
     """The file's keys under their usual names."""
     processes: int
+    written: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Usual name → name in the file, where they differ."""
+    own_module: str = "rewards.py"
+    """Path of the module that holds the file's own functions, or should."""
     open_r1: bool = False
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -89,15 +96,19 @@ class Translation:
 
     def origin(self, name: str) -> str:
         """The reason for a value that comes from the file."""
-        return f"From {name} of {self.file.name}."
+        return f"From {self.as_written(name)} of {self.file.name}."
+
+    def as_written(self, name: str) -> str:
+        """The name that the file has for a key."""
+        return self.written.get(name, name)
 
     def remark(self, name: str, text: str) -> None:
         """Report that a key means something else here, or has no effect."""
-        self.findings.append(Finding(name, "ok", text))
+        self.findings.append(Finding(self.as_written(name), "ok", text))
 
     def lose(self, name: str, text: str, status: KeyStatus = "no equal") -> None:
         """Report a setting that is not taken over, and why."""
-        self.findings.append(Finding(name, "warning", text))
+        self.findings.append(Finding(self.as_written(name), "warning", text))
         if name in self.settings or status == "unread":
             self.key_statuses[name] = status
 
@@ -119,13 +130,28 @@ def init_from(
 
     `processes` is the number of devices of the foreign run, for each of which its batch sizes count. Raises `UsageError`.
     """
-    settings = read_foreign(file)
+    foreign = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
+    functions = target.with_suffix(".py")
     if target.exists() and not force:
         raise UsageError(
-            f"{target} exists and is kept. Give --force to write it anew, or another name with --out."
+            f"{target} exists and is kept. Give --force to overwrite it, or another name with --out."
         )
-    translation = translate(file, settings, processes or _device_count(settings))
+    if foreign.own_functions and functions.exists() and not _is_ours(functions):
+        raise UsageError(
+            f"{functions}, where the functions of {file.name} would be copied, exists and is kept. Give another name with --out."
+        )
+    own_module = file.with_name("rewards.py") if file.suffix != ".py" else file
+    if foreign.own_functions:
+        own_module = functions
+        if pipeline := foreign.settings.get(PIPELINE):
+            foreign.settings[PIPELINE] = f"{functions}{pipeline}"
+    translation = translate(
+        file, foreign, processes or _device_count(foreign.settings), str(own_module)
+    )
+    if foreign.own_functions:
+        title = f'{OF_INIT} what {target.name} needs of {file.name}."""\n\n'
+        functions.write_text(title + foreign.own_functions)
     if translation.chat_template is not None:
         template = target.with_suffix(".jinja")
         template.write_text(translation.chat_template)
@@ -139,11 +165,16 @@ def init_from(
     choices = sorted(
         translation.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0])
     )
-    task = "" if translation.names_data else " --task-module TASK.py"
+    given = ""
+    rows = foreign.settings.get("train_dataset")
+    if not translation.names_data:
+        given = " --task-module TASK.py"
+    elif isinstance(rows, Unread) and re.search(r"\bmap\b|\(", rows.written):
+        given = f" data.{PIPELINE}=FILE.py:FUNCTION"  # without it, the rows have no prompts
     words = [
-        f"groupwise check --config {target}{task}",
-        f"groupwise rl --config {target}{task} --dry-run",
-        f"groupwise rl --config {target}{task}",
+        f"groupwise check --config {target}{given}",
+        f"groupwise rl --config {target}{given} --dry-run",
+        f"groupwise rl --config {target}{given}",
     ]
     target.write_text(render(f"Written by groupwise init from {file.name}.", words, choices))
     config = load_config(target).config
@@ -151,10 +182,18 @@ def init_from(
         "file": str(target),
         "command": "rl",
         "config": resolved_values(config),
-        "keys": translation.key_statuses,
+        "keys": {
+            translation.as_written(name): status
+            for name, status in translation.key_statuses.items()
+        },
         "next": words,
     }
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
+
+
+def _is_ours(module: Path) -> bool:
+    """True if an earlier `init` has written this module."""
+    return module.read_bytes().startswith(OF_INIT.encode())
 
 
 SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
@@ -163,12 +202,12 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 # --- translating ---------------------------------------------------------------------------------
 
 
-def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Translation:
+def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: str) -> Translation:
     """Our choices for the foreign keys, and the status of each key."""
-    translation = Translation(file, {}, processes)
-    for name, value in settings.items():
+    translation = Translation(file, {}, processes, foreign.written, own_module)
+    for name, value in foreign.settings.items():
         _read_key(translation, name, value)
-    translation.open_r1 = is_open_r1(settings) and file.suffix not in (".py", ".ipynb")
+    translation.open_r1 = is_open_r1(foreign.settings) and file.suffix not in (".py", ".ipynb")
     for step in (
         _translate_model,
         _translate_lora,
@@ -196,7 +235,9 @@ def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Transl
         ]
     )
     for name, status in translation.key_statuses.items():
-        if status == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
+        if status == "taken" and not re.search(
+            rf"\b{re.escape(translation.as_written(name))}\b", options
+        ):
             translation.key_statuses[name] = "default"  # it set what is the default here
     _report_ineffective_keys(translation)
     return translation
@@ -280,7 +321,9 @@ def _leave_out_invalid_values(translation: Translation) -> None:
 def _leave_out(translation: Translation, key: str, why: str) -> None:
     source = re.match(r"From ([\w.]+)", translation.choices.pop(key).reason)
     if source is not None:
-        translation.lose(source[1], f"is not taken over: {why}", "unread")
+        usual = {written: name for name, written in translation.written.items()}
+        name = usual.get(source[1], source[1])
+        translation.lose(name, f"is not taken over: {why}", "unread")
     if key == "model.name":
         translation.choose(key, "tiny", "Put yours here.")
     if key in ("data.dataset_name", "data.dataset_mixture"):
@@ -703,7 +746,7 @@ def _translate_optimiser(translation: Translation) -> None:
 def _translate_rewards(translation: Translation) -> None:
     names = translation.take("reward_funcs", list(OPEN_R1_REWARDS) if translation.open_r1 else [])
     reward_names = cast("list[Any]", names) if isinstance(names, list) else [names]
-    module = translation.file.name if translation.file.suffix == ".py" else "rewards.py"
+    module = translation.own_module
     entries: list[Any] = []
     weights: list[Any] = []
     for name, weight in zip(
@@ -723,9 +766,8 @@ def _translate_rewards(translation: Translation) -> None:
         if remark:
             (translation.lose if is_lost else translation.remark)("reward_funcs", remark)
     _choose_rewards(translation, entries, weights)
-    if translation.file.suffix == ".ipynb" and any(
-        str(name).startswith(":") for name in reward_names
-    ):
+    is_unwritten = translation.file.suffix == ".ipynb" and module.endswith("rewards.py")
+    if is_unwritten and any(str(name).startswith(":") for name in reward_names):
         translation.remark(
             "reward_funcs",
             f"are functions of the notebook: write them into {module} beside the config",
@@ -742,7 +784,7 @@ def _translate_rewards(translation: Translation) -> None:
         )
     modules = {str(item).rpartition(":")[0] for item in entries}
     for module in sorted(name for name in modules if name.endswith(".py")):
-        path = translation.file.parent / module
+        path = Path(module)
         statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
         if statement is not None:
             translation.findings.append(

@@ -164,15 +164,14 @@ class Run(Learning):
 
     def warn(self, warning: WarningRecord) -> None:
         """Log a signal that starts or ends."""
+        logger.warning("%s", self.warning_text(warning))
+
+    def warning_text(self, warning: WarningRecord) -> str:
+        """A signal that starts or ends, and which command shows what it is about."""
         run = f"{shlex.quote(self.folder.name)} --dir {shlex.quote(str(self.folder.path.parent))}"
         hint = f"; read the best rollouts: groupwise runs rollouts {run} --best"
-        logger.warning(
-            "after %d steps: signal %s: %s%s",
-            warning.step,
-            warning.name,
-            warning.message,
-            hint if warning.kind == "begins" else "",
-        )
+        text = f"after {warning.step} steps: signal {warning.name}: {warning.message}"
+        return text + (hint if warning.kind == "begins" else "")
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""

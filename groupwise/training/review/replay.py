@@ -263,7 +263,7 @@ def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str
         if old != (new := asdict(layout)[key])
     ]
     if device != "cpu":
-        reasons.append(f"on {device} some sums are added up in any order")
+        reasons.append(f"on {device} some sums may be added up in another order")
     return layout, tuple(reasons)
 
 

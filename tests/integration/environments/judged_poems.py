@@ -1,8 +1,24 @@
-"""An environment of verifiers 0.1 whose rewards ask a judge, and compare the attempts of a group."""
+"""An environment of verifiers 0.1 whose user is a model, and whose rewards ask a judge and compare the attempts of a group."""
 
 # pyright: reportMissingImports=false
 import verifiers as vf
 from datasets import Dataset
+from openai import AsyncOpenAI
+
+
+class Reader(vf.MultiTurnEnv):
+    """The user, a model behind the endpoint that OPENAI_BASE_URL names, answers the first poem."""
+
+    async def env_response(
+        self, messages: vf.Messages, state: vf.State, **kwargs: object
+    ) -> vf.Messages:
+        """What the simulated user says."""
+        poem = str(messages[-1].content)
+        async with AsyncOpenAI() as client:
+            answer = await client.chat.completions.create(
+                model="user", messages=[{"role": "user", "content": poem}]
+            )
+        return [vf.UserMessage(content=answer.choices[0].message.content)]
 
 
 async def praise(judge, prompt, completion, answer, state) -> float:
@@ -11,7 +27,7 @@ async def praise(judge, prompt, completion, answer, state) -> float:
 
 
 def shortest(completions) -> list[float]:
-    """1 for the shortest of the group."""
+    """1 for the shortest last poem of the group."""
     lengths = [len(str(completion[-1].content)) for completion in completions]
     return [float(length == min(lengths)) for length in lengths]
 
@@ -22,4 +38,4 @@ def load_environment() -> vf.Environment:
     rubric.add_reward_func(praise)
     rubric.add_reward_func(shortest, weight=0.5)
     poems = [{"question": "Write a poem.", "answer": "a poem"}] * 4
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(poems), rubric=rubric)
+    return Reader(dataset=Dataset.from_list(poems), rubric=rubric, max_turns=2)

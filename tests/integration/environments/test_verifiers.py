@@ -9,6 +9,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,8 @@ LIMITS = ExternalLimits(
     max_turns=4, max_tokens=4000, max_seconds=120.0, max_concurrent=64, start_limit=120.0
 )
 TOKENIZER = chat_tokenizer("chatml")
-SIMULATED_USER = {
-    "id": "user-sim",
-    "assistant": {"harness": {"id": "null"}},
-    "user": {
-        "model": "user",
-        "client": {"type": "eval", "base_url": "USER_URL", "api_key_var": "OPENAI_API_KEY"},
-    },
-}
+JUDGE, USER = "gpt-4.1-nano", "user"
+"""Names of the models that the tests' endpoint plays."""
 
 
 async def play(
@@ -74,34 +69,68 @@ async def test_two_turns_of_verifiers_0_1():
     assert (first.ended_by, first.notes["stopped"]) == ("environment", "max_turns_reached")
 
 
-@pytest.mark.timeout(300)
-async def test_a_judge_of_ones_own_and_rewards_of_a_whole_group():
-    """The judge is any server of the protocol; if it fails, so does what it should have judged."""
+def judge_and_user(verdict: Callable[[str], bool], replies: dict[str, str], other: str) -> Service:
+    """An endpoint with two models: a judge who says yes or no, and a user who answers by `replies`, or says `other`."""
+
+    def write(text: str, seed: int) -> str:
+        if "answer" not in text:  # which is in the prompts of both judges
+            return replies.get(text, other)
+        return "yes" if verdict(text) else "no"
+
+    return Service(scripted(write), models=(JUDGE, USER), key="their-key")
+
+
+def refuse_judge(service: Service, after: int) -> None:
+    """Have the judge's requests refused after so many were answered."""
+    judged = count()
 
     async def refuse(number: int) -> Response | None:
-        return Response(status_code=400) if number >= 3 else None
+        is_late = service.asked[number]["model"] == JUDGE and next(judged) >= after
+        return Response(status_code=400) if is_late else None
+
+    service.interfere = refuse
+
+
+def check_dialogue(rollout: Rollout, said_by_user: str) -> None:
+    """The policy spoke twice, and between that the user, whose words are in the transcript and are not trained."""
+    assert rollout.messages is not None
+    assert [m["role"] for m in rollout.messages] == ["assistant", "user", "assistant"]
+    assert rollout.messages[1]["content"] == said_by_user
+    assert [segment.source for segment in rollout.segments] == ["policy", "environment", "policy"]
+    assert said_by_user in TOKENIZER.decode(rollout.segments[1].token_ids)
+
+
+@pytest.mark.timeout(300)
+async def test_a_judge_a_simulated_user_and_rewards_of_a_whole_group_of_verifiers_0_1():
+    """Judge and user are models of any server of the protocol; if the judge fails, so does what it should have judged."""
+    policy_calls: list[str] = []
 
     def say(seed: int, seen: str) -> str:
+        policy_calls.append(seen)
         return "rose " * (1 + seed % 7)
 
-    verdicts = scripted(lambda text, seed: "yes" if "rose rose" in text else "no")
-    with serve(Service(verdicts, models=("gpt-4.1-nano",))) as judge:
-        judge.interfere = refuse
+    with serve(judge_and_user(lambda text: "rose rose" in text, {}, "Another, please.")) as others:
+        refuse_judge(others, after=3)
         variables = {
             "PYTHONPATH": str(Path(__file__).parent),
-            "OPENAI_BASE_URL": judge.url,
-            "OPENAI_API_KEY": "any",
+            "OPENAI_BASE_URL": others.url,
+            "OPENAI_API_KEY": "their-key",
         }
         task = {"environment": "fruits", "variables": variables}
         played = await play("verifiers:judged_poems", say, 3, examples=2, **task)
+        models = [asked["model"] for asked in others.asked]
     poems, unjudged = played[:3], played[3:]
-    lengths = [len(poem.completion) for poem in poems]
+    for poem in poems:
+        check_dialogue(poem, "Another, please.")
+    assert (len(policy_calls), models.count(USER)) == (12, 6)
+    last = [str(poem.messages[-1]["content"]) for poem in poems if poem.messages]
+    shortest = min(map(len, last))
     parts = [{part.name: (part.value, part.weight) for part in poem.parts} for poem in poems]
     assert [each["shortest"] for each in parts] == [
-        (float(length == min(lengths)), 0.5) for length in lengths
+        (float(len(text) == shortest), 0.5) for text in last
     ]
     assert [each["praise"] for each in parts] == [
-        (float("rose rose" in poem.completion), 1.0) for poem in poems
+        (float("rose rose" in text), 1.0) for text in last
     ]
     assert {rollout.outcome for rollout in unjudged} == {"failed"}
     assert "praise" in str(unjudged[0].reason)
@@ -123,82 +152,36 @@ async def test_a_tool_of_verifiers_0_4():
 
 
 @pytest.mark.timeout(300)
-async def test_a_judge_of_verifiers_0_4():
-    """It is configured by the arguments; one that fails costs the attempt, and no reward of 0 is made of it."""
+async def test_a_judge_and_a_simulated_user_of_verifiers_0_4():
+    """They are configured by the arguments; a judge that fails costs the attempt, and no reward of 0 is made of it."""
+    policy_calls: list[str] = []
 
-    async def refuse(number: int) -> Response | None:
-        return Response(status_code=400) if number == 1 else None
+    def say(seed: int, seen: str) -> str:
+        policy_calls.append(seen)
+        return "a dozen" if "Guess." in seen else "Why?"
 
-    verdicts = scripted(lambda text, seed: "yes" if "a dozen" in text else "no")
-    with serve(Service(verdicts, models=("gpt-4.1-nano",), key="judge-key")) as judge:
-        judge.interfere = refuse
-        reference = {
-            "id": "reference",
-            "base_url": judge.url,
-            "api_key_var": "JUDGE_KEY",
-            "model": "gpt-4.1-nano",
-            "weight": 0.5,
+    replies = {"Why?": "Guess.", "a dozen": "###DONE###"}
+    opening = "Please add for me."
+    with serve(judge_and_user(lambda text: "a dozen" in text, replies, opening)) as others:
+        refuse_judge(others, after=1)
+        client = {"base_url": others.url, "api_key_var": "THEIR_KEY"}
+        judge = {"id": "reference", "model": JUDGE, "weight": 0.5, **client}
+        args = {
+            "id": "user-sim",
+            "taskset": {"task": {"judges": [judge]}},
+            "assistant": {"harness": {"id": "null"}},
+            "user": {"model": USER, "client": {"type": "eval", **client}},
         }
-        args = {"taskset": {"task": {"judges": [reference]}}}
-        variables = {"JUDGE_KEY": "judge-key"}
-        task = {"args": args, "variables": variables}
-        judged, unjudged = await play(
-            "verifiers:sums-tool", lambda seed, seen: "a dozen", 1, examples=2, **task
-        )
+        task = {"args": args, "variables": {"THEIR_KEY": "their-key"}}
+        judged, unjudged = await play("verifiers:sums-tool", say, 1, examples=2, **task)
+        models = [asked["model"] for asked in others.asked]
+    check_dialogue(judged, "Guess.")
+    assert opening in TOKENIZER.decode(judged.prompt_ids)
+    assert (len(policy_calls), models.count(USER)) == (4, 6)
     values = {part.name: (part.value, part.weight) for part in judged.parts}
     assert (values["correct"], values["reference"]) == ((0.0, 1.0), (1.0, 0.5))
     assert unjudged.outcome == "failed"
     assert "400" in str(unjudged.reason)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("spec", "own_keys", "opening", "reward"),
-    [
-        (
-            "verifiers:simulated_traveller",
-            {"environment": "fruits"},
-            "I want to travel.",
-            "named_rome",
-        ),
-        ("verifiers:sums-tool", {"args": SIMULATED_USER}, "Let us travel.", "user_turns"),
-    ],
-    ids=["0.1", "0.4"],
-)
-async def test_a_user_who_is_simulated_by_a_model(
-    spec: str, own_keys: dict[str, Any], opening: str, reward: str
-):
-    """Its turns are in the transcript as the environment's; its calls go to its endpoint, and the policy answers none of them."""
-    replies = {"Where to?": "To Rome.", "So Rome it is.": "###DONE###"}
-    seen_by_policy: list[str] = []
-
-    def say(seed: int, seen: str) -> str:
-        seen_by_policy.append(seen)
-        return "So Rome it is." if "To Rome." in seen else "Where to?"
-
-    user = Service(scripted(lambda text, seed: replies.get(text, opening)), models=("user",))
-    with serve(user):
-        variables = {
-            "PYTHONPATH": str(Path(__file__).parent),
-            "OPENAI_BASE_URL": user.url,
-            "OPENAI_API_KEY": "any",
-        }
-        task = json.loads(json.dumps(own_keys).replace("USER_URL", user.url))
-        (rollout,) = await play(spec, say, 1, variables=variables, **task)
-    assert rollout.reason is None
-    assert rollout.messages is not None
-    assert [message["content"] for message in rollout.messages] == [
-        "Where to?",
-        "To Rome.",
-        "So Rome it is.",
-    ]
-    assert opening in TOKENIZER.decode(rollout.prompt_ids)
-    spoken = [(s.source, TOKENIZER.decode(s.token_ids)) for s in rollout.segments]
-    assert [source for source, _ in spoken] == ["policy", "environment", "policy"]
-    assert "To Rome." in spoken[1][1]
-    assert len(seen_by_policy) == 2
-    assert {asked["model"] for asked in user.asked} == {"user"}
-    assert (reward, True) in [(part.name, bool(part.value)) for part in rollout.parts]
 
 
 @pytest.mark.timeout(400)
@@ -233,4 +216,5 @@ def test_it_trains_goes_on_and_is_evaluated(
     assert evaluated["metrics"]["rewards/words/mean"] > 0
     assert main(["check", *command, "--json"]) == 0
     # verifiers itself does not take an empty reply for one.
-    assert "8 of 72 games failed, all of the player who says nothing" in capfd.readouterr().out
+    failures = r"\d+ of \d+ games failed, all of the player who says nothing"
+    assert re.search(failures, capfd.readouterr().out)

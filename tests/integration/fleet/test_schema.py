@@ -1,4 +1,4 @@
-"""The suite of `tests/unit/jobs/fleet/store/test_schema.py` on a real PostgreSQL, and migrations while others go on."""
+"""The suite of `tests/unit/jobs/fleet/store/test_schema.py`, views included, on a real PostgreSQL, and migrations while others go on."""
 
 from collections.abc import Generator
 from contextlib import closing, contextmanager

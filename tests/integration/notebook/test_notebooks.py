@@ -66,15 +66,17 @@ def test_they_are_thin_and_have_no_output(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "checkout"), [("notebooks", ".."), (".", "."), ("..", "./groupwise")]
+    ("at", "checkout"),
+    [("notebooks", ".."), (".", "."), ("..", "./groupwise"), ("elsewhere", None)],
 )
 def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
-    at: str, checkout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: str, checkout: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "groupwise"
     (root / "notebooks").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", root)
-    monkeypatch.chdir(root / at)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / at if checkout is None else root / at)
     monkeypatch.setitem(sys.modules, "groupwise", None)  # as where it is not installed
     shell: Any = InteractiveShell()
     asked: list[str] = []
@@ -83,7 +85,12 @@ def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
         next(cell.source for cell in read(file).cells if cell.cell_type == "code")
         for file in NOTEBOOKS
     }
-    shell.run_cell(first).raise_error()
+    result = shell.run_cell(first)
+    if checkout is None:
+        with pytest.raises(FileNotFoundError, match="Put a checkout beside this notebook"):
+            result.raise_error()
+        return
+    result.raise_error()
     wanted, model = (shlex.split(each, comments=True)[2:] for each in asked)
     assert wanted == [f"{checkout}[train,notebook]"]
     assert (Path(checkout) / "pyproject.toml").exists()

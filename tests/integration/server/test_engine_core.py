@@ -19,6 +19,7 @@ from groupwise.core.types import Group, LogitsProcessing, Row
 from groupwise.engine.models import tokens
 from groupwise.engine.sampler import json_schemas
 from groupwise.engine.sampler.native.engine import NativeEngine
+from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine import core, hosted_parts
 from groupwise.server.engine.core import EngineCore
@@ -29,10 +30,12 @@ from groupwise.server.engine.engine_protocol import (
     OpenRun,
     Plan,
     SampleOrder,
+    StepDone,
     WrongOrder,
     scored_group,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.tasks.data.reward_hacking import Signals, StepSignals
 from groupwise.tasks.openai.sampling import Sampling
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
@@ -54,8 +57,8 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return groupwise.rl(settings, TOY).folder
 
 
-async def take(engine: EngineCore, step: int, like: Path) -> tuple[str, list[Group]]:
-    """Sample and take the step as it was taken in the other run. Returns the fingerprint, and the groups as they were sampled."""
+async def take(engine: EngineCore, step: int, like: Path) -> tuple[StepDone, list[Group]]:
+    """Sample and take the step as it was taken in the other run. Returns its result, and the groups as they were sampled."""
     with Store.open(like / "run.db", readonly=True) as store:
         groups = store.groups(step)
     plan: list[Group] = []
@@ -68,7 +71,7 @@ async def take(engine: EngineCore, step: int, like: Path) -> tuple[str, list[Gro
         plan.append(scored_group(sampled.group, [rollout.reward for rollout in group.rollouts]))
     done = await engine.step(Plan(step, tuple(plan)))
     assert done.record.draws == tuple(group.draw for group in groups)
-    return done.policy.fingerprint, plan
+    return done, plan
 
 
 def fingerprints(folder: Path) -> list[str]:
@@ -90,16 +93,34 @@ async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_
     assert opened.policy.fingerprint == fingerprints(in_process)[1]
     assert opened.inexact is None
     done = await engine.step(Plan(2, tuple(taken[2][1])))
-    assert done.policy.fingerprint == taken[2][0]
-    taken_fingerprints = [each for each, _ in taken] + [
-        (await take(engine, step, in_process))[0] for step in range(3, STEPS)
-    ]
-    assert taken_fingerprints == fingerprints(in_process)
+    assert done.policy.fingerprint == taken[2][0].policy.fingerprint
+    taken += [await take(engine, step, in_process) for step in range(3, STEPS)]
+    assert [each.policy.fingerprint for each, _ in taken] == fingerprints(in_process)
     folder = Path(await engine.close_run(finished=True))
     await engine.close()
     assert (folder / "final" / "adapter_model.safetensors").read_bytes() == (
         in_process / "final" / "adapter_model.safetensors"
     ).read_bytes()
+
+
+async def test_a_signal_is_in_the_result_of_its_step_and_no_second_warning_in_the_log(
+    in_process: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begins = StepSignals({}, (WarningRecord(1, "length", "begins", "they grow", {}),))
+    monkeypatch.setattr(Signals, "observe", lambda *_: begins)
+    engine = EngineCore()
+    await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    done, _ = await take(engine, 0, in_process)
+    await engine.close()
+    (warning,) = done.warnings
+    assert "signal length: they grow" in warning
+    assert f"runs rollouts served --dir {tmp_path}" in warning
+    assert [each.levelname for each in caplog.records if "they grow" in each.getMessage()] == [
+        "INFO"
+    ]
 
 
 def frees_cache(monkeypatch: pytest.MonkeyPatch, module: Any, freed: Callable[[], None]) -> None:
@@ -123,7 +144,7 @@ async def test_nothing_is_sampled_while_a_step_needs_the_memory_of_keys_and_valu
     engine = EngineCore()
     frees_cache(monkeypatch, core, lambda: admitting.append(engine._loaded_run.run.gate.is_open))
     await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
-    taken = [(await take(engine, step, in_process))[0] for step in range(2)]
+    taken = [(await take(engine, step, in_process))[0].policy.fingerprint for step in range(2)]
     assert taken == fingerprints(in_process)[:2]
     assert admitting == [False, False]
     assert engine._loaded_run.run.gate.is_open

@@ -133,14 +133,17 @@ def test_full_vocabulary_is_gkd_with_beta_1(texts: Texts) -> None:
     assert result.stats["distillation_kl"].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("entropy_advantage", [0.0, 0.4])
 @pytest.mark.parametrize("form", ["sampled", "full_vocabulary"])
-def test_rewards_add_their_own_gradient(texts: Texts, form: str) -> None:
+def test_rewards_add_their_own_gradient(texts: Texts, form: str, entropy_advantage: float) -> None:
     """Advantages come with their weight, since the algorithm's `credits` has them."""
-    algorithm = make("distillation", {"form": form, "reward_weight": 0.7})
-    batch = texts.batch(teacher_kl_BT=texts.kl_BT())
+    shaped = {"entropy_advantage": entropy_advantage}
+    algorithm = make("distillation", {"form": form, "reward_weight": 0.7, **shaped})
+    entropies_BT = torch.rand(B, T, generator=torch.Generator().manual_seed(1))
+    batch = texts.batch(teacher_kl_BT=texts.kl_BT(), entropies_BT=entropies_BT)
     without = algorithm.loss(batch).components
     with_rewards = algorithm.loss(replace(batch, advantages_B=texts.advantages_B)).components
-    rewards = make("dapo", {}).loss(replace(batch, advantages_B=texts.advantages_B)).components
+    rewards = make("dapo", shaped).loss(replace(batch, advantages_B=texts.advantages_B)).components
     torch.testing.assert_close(
         texts.gradient(torch.stack([*with_rewards.values()]).sum()),
         texts.gradient(torch.stack([*without.values(), rewards["policy"]]).sum()),
@@ -179,6 +182,7 @@ def test_credits_are_those_of_rewards_times_their_weight(group: Any) -> None:
         {"form": "top_k"},
         {"top_k": 4},
         {"dynamic_sampling": True},
+        {"entropy_advantage": 0.4},
         {"form": "top_k", "top_k": 4, "importance_sampling_correction": "sequence_mask"},
     ],
 )

@@ -27,7 +27,7 @@ class Mine(Grpo):
 """
 
 
-BASE = "from groupwise.algorithms.family import GroupRelative\n"
+BASE = "from groupwise.algorithms.group_relative import GroupRelative\n"
 
 
 def _file(folder: Path, text: str = MINE) -> str:

@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from groupwise.cli.printing import commands_after_run
 from groupwise.cli.runs.app import app
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.runs import checkpoints
+from groupwise.runs.find import best_and_worst
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
 
@@ -186,3 +191,29 @@ class TestPlot:
             call(runs, "plot", "sort", "--metric", "rewrad")
         with pytest.raises(RunNotFoundError, match="no step yet"):
             call(runs, "plot", "empty")
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_the_command_that_export_prints_shows_the_rollouts(
+    runs: Path, tmp_path: Path, to: str
+) -> None:
+    written = call(runs, "export", "sort", "--to", to, "--output", str(tmp_path / "out of here"))
+    command = written[written.index("next\n") :].splitlines()[1]
+    shown = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=True
+    )
+    header, first, *_ = shown.stdout.splitlines()
+    assert header.split() == ["completion", "reward"]
+    assert float(first.split()[-1]) == 0.0
+
+
+def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path) -> None:
+    found = best_and_worst(runs / "sort")
+    assert {order: (view.reward, view.step) for order, view in found.items()} == {
+        "best": (1.0, 3),
+        "worst": (0.0, 0),
+    }
+    assert best_and_worst(runs / "empty") == {}
+    lines = [line for line, _ in commands_after_run(runs / "sort")]
+    for line in lines[1:3]:
+        assert "Sort" in call(runs, *shlex.split(line)[2:4], line.split()[4])

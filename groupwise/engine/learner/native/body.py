@@ -19,9 +19,9 @@ from torch import Tensor
 from groupwise.engine.learner.native.attention import Attention, attention_of
 from groupwise.engine.learner.native.elementwise import (
     norm_with_gradient,
+    rotary_gradient_,
     swiglu,
     swiglu_with_gradient,
-    turned_gradient_,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
@@ -134,8 +134,8 @@ def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Ten
     model = work.model
     queries, keys, values = model.split(qkv_NO)
     return (
-        model.turned(queries, layer.query_norm_D, work.query_rotations_N1C),
-        model.turned(keys, layer.key_norm_D, work.rotations_N1C),
+        model.rotary(queries, layer.query_norm_D, work.query_rotations_N1C),
+        model.rotary(keys, layer.key_norm_D, work.rotations_N1C),
         values,
     )
 
@@ -189,14 +189,16 @@ def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: T
     """The gradient [N, O] of the output of the layer's first product (queries, keys and values)."""
     model, shape = work.model, work.model.shape
     queries, keys, values = _rotate_heads(work, layer, qkv_NO)
-    turned = shape.heads + shape.kv_heads
-    d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
+    rotated = shape.heads + shape.kv_heads
+    d_NJD = torch.empty(
+        len(qkv_NO), rotated + shape.kv_heads, shape.head_size, device=qkv_NO.device
+    )
     for attention in work.attention:
         attention.backward(d_attention, queries, keys, values, d_NJD)
     raw_queries, raw_keys, _ = model.split(qkv_NO)
     for part, rotations, raw, norm_D in (
         (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
-        (slice(shape.heads, turned), work.rotations_N1C, raw_keys, layer.key_norm_D),
+        (slice(shape.heads, rotated), work.rotations_N1C, raw_keys, layer.key_norm_D),
     ):
-        turned_gradient_(d_NJD[:, part], raw, norm_D, rotations, shape.epsilon)
+        rotary_gradient_(d_NJD[:, part], raw, norm_D, rotations, shape.epsilon)
     return d_NJD.flatten(1).to(model.dtype)

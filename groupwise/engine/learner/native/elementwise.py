@@ -60,10 +60,10 @@ def add_norm_gradient(
 def swiglu(gate_up_N2F: Tensor) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once at the end."""
     if compiled.suits(gate_up_N2F):
-        return compiled.gated(gate_up_N2F, gate_up_N2F.dtype)
+        return compiled.swiglu(gate_up_N2F, gate_up_N2F.dtype)
     kernels = kernels_for(gate_up_N2F)
     if kernels is not None:
-        return kernels.gated(gate_up_N2F, gate_up_N2F.dtype)
+        return kernels.swiglu(gate_up_N2F, gate_up_N2F.dtype)
     y_NF = gate_up_N2F.new_empty(len(gate_up_N2F), gate_up_N2F.shape[1] // 2)
     for rows in _row_pieces(gate_up_N2F):
         gate, up = _wide(gate_up_N2F[rows]).chunk(2, dim=-1)
@@ -77,10 +77,10 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
     if compiled.suits(gate_up_N2F):
-        return compiled.gated_with_gradient(gate_up_N2F, dy_NF)
+        return compiled.swiglu_with_gradient(gate_up_N2F, dy_NF)
     kernels = kernels_for(gate_up_N2F)
     if kernels is not None:
-        return kernels.gated_with_gradient(gate_up_N2F, dy_NF)
+        return kernels.swiglu_with_gradient(gate_up_N2F, dy_NF)
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     for rows in _row_pieces(gate_up_N2F):
         gate_up, dy = _wide(gate_up_N2F[rows]), _wide(dy_NF[rows])
@@ -104,20 +104,20 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
-def turned_gradient_(
+def rotary_gradient_(
     d_NJD: Tensor,
     heads_NJD: Tensor,
     norm_D: Tensor | None,
     rotations_N1C: Tensor,
     epsilon: float,
 ) -> None:
-    """Turn the gradient of `NativeModel.turned` into that of its input, the queries or keys `heads_NJD`, in place.
+    """Turn the gradient of `NativeModel.rotary` into that of its input, the queries or keys `heads_NJD`, in place.
 
     That is a rotation by the opposite angle, and then, with a norm, its gradient.
     """
     kernels = kernels_for(d_NJD)
     if kernels is not None:
-        kernels.turned_gradient_(d_NJD, heads_NJD, norm_D, rotations_N1C, epsilon)
+        kernels.rotary_gradient_(d_NJD, heads_NJD, norm_D, rotations_N1C, epsilon)
         return
     torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())
     if norm_D is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.padded_attention import PaddedAttention, real_places
-from groupwise.engine.models.attention_kernels import pinned_kernels
+from groupwise.engine.models.attention_kernels import deterministic_gradient, pinned_kernels
 from groupwise.engine.models.native.weights import Shape
 
 
@@ -53,9 +53,10 @@ class FusedAttention(PaddedAttention):
         )
         with torch.enable_grad():
             output_MHLD = _attention_output(*(tensor.requires_grad_() for tensor in inputs))
-        d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
-            output_MHLD, inputs, d_output_MLHD.transpose(1, 2)
-        )
+        with deterministic_gradient():
+            d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
+                output_MHLD, inputs, d_output_MLHD.transpose(1, 2)
+            )
         d_queries_MLHD.copy_(d_queries_MHLD.transpose(1, 2))
         return d_keys_MJCD, d_values_MJCD
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from groupwise.engine.learner.head_numbers import HeadNumbers, Slopes
+from groupwise.engine.learner.head_numbers import HeadNumbers, InputGradients
 from groupwise.engine.learner.native.elementwise import add_norm_gradient, norm_scale
 from groupwise.engine.learner.targets import Targets, TokenNumbers
 from groupwise.engine.models.native.facts import CHUNK
@@ -49,7 +49,7 @@ class _Head(torch.autograd.Function):
             end = min(start + CHUNK, len(residual_NH))
             normed_CH = model.normed(residual_NH[start:end], model.norm_H)
             numbers.compute(start, end, model.head.many(normed_CH))
-        ctx.model, ctx.slopes = model, numbers.slopes
+        ctx.model, ctx.input_gradients = model, numbers.input_gradients
         ctx.save_for_backward(residual_NH)
         ctx.mark_non_differentiable(*numbers.constant())
         return numbers.outputs()
@@ -59,8 +59,8 @@ class _Head(torch.autograd.Function):
         d_logprobs_N, d_entropies_N, *_ = grad_outputs
         (residual_NH,) = ctx.saved_tensors
         model: NativeModel = ctx.model
-        slopes: Slopes = ctx.slopes
-        d_NH = slopes.gradient(d_logprobs_N, d_entropies_N)
+        input_gradients: InputGradients = ctx.input_gradients
+        d_NH = input_gradients.gradient(d_logprobs_N, d_entropies_N)
         d_residual_NH = torch.zeros_like(residual_NH)
         scale_N1 = norm_scale(residual_NH, model.shape.epsilon)
         add_norm_gradient(d_residual_NH, d_NH, residual_NH, scale_N1, model.norm_H)

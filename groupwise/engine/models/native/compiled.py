@@ -45,7 +45,7 @@ def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -
     return into_NH
 
 
-def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
+def swiglu(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once at the end."""
     from groupwise.engine.models.native import kernels
 
@@ -79,7 +79,7 @@ def norm_with_gradient(
     return y_NH
 
 
-def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
     """Recompute `silu(gate) · up`, and return it with the gradient [N, 2F] with respect to gate and up."""
     from groupwise.engine.models.native import kernels
 

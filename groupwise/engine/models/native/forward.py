@@ -33,7 +33,7 @@ class Decoder(Protocol):
     def rotations(self, positions_N: Tensor) -> Tensor: ...
     def embedded(self, ids_N: Tensor) -> Tensor: ...
     def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor: ...
-    def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor: ...
+    def swiglu(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor: ...
     def heads(
         self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -55,19 +55,19 @@ def residual_after_layers(
             attended = attend(number, layer.qkv.few(x_NH, lows[0]))
             residual_NH += layer.output.few(attended, lows[1])
             x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
-            gated_NF = model.gated(layer.gate_up.few(x_NH, lows[2]), few=few)
+            gated_NF = model.swiglu(layer.gate_up.few(x_NH, lows[2]), few=few)
             residual_NH += layer.down.few(gated_NF, lows[3])
         else:
             attended = attend(number, layer.qkv.many(x_NH, lows[0]))
             layer.output.add_many(residual_NH, attended, lows[1])
             x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
             layer.down.add_many(
-                residual_NH, _gated_many(model, layer.gate_up, x_NH, lows[2]), lows[3]
+                residual_NH, _swiglu_many(model, layer.gate_up, x_NH, lows[2]), lows[3]
             )
     return residual_NH
 
 
-def _gated_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
+def _swiglu_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
     """`silu(gate) · up` of many rows, [N, F]; on a GPU one kernel adds the adapter's part of both."""
     kernels = kernels_for(x_NH)
     if (
@@ -76,9 +76,9 @@ def _gated_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | No
         or gate_up.bias_O is not None
         or not rounds_before_adding(x_NH)
     ):
-        return model.gated(gate_up.many(x_NH, low))
+        return model.swiglu(gate_up.many(x_NH, low))
     gate_up_N2F = torch.mm(x_NH, gate_up.weight_OI.t(), out_dtype=torch.float32)
-    return kernels.gated_with_low_rank(gate_up_N2F, x_NH @ low.down_RI.t(), low.up_OR, model.dtype)
+    return kernels.swiglu_with_low_rank(gate_up_N2F, x_NH @ low.down_RI.t(), low.up_OR, model.dtype)
 
 
 def text_attention(model: Decoder, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

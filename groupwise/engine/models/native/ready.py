@@ -21,7 +21,7 @@ def ready_to_decode(model: NativeModel) -> None:
     """Compile the kernels that one thread calls for a prompt and for a token."""
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
-        compiled.gated(torch.ones(1, 2, dtype=products), model.dtype)
+        compiled.swiglu(torch.ones(1, 2, dtype=products), model.dtype)
     # Use the model's own weights, which may be stored in another format than `model.dtype`.
     weight_OI = model.head.weight_OI[:LANES]
     Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
@@ -53,5 +53,5 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.normed(x_NH, weight_H, EPSILON, dtype)
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, None, None)
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
-    compiled.gated(gate_up_N2F, dtype)
-    compiled.gated_with_gradient(gate_up_N2F, y_NF)
+    compiled.swiglu(gate_up_N2F, dtype)
+    compiled.swiglu_with_gradient(gate_up_N2F, y_NF)

@@ -73,7 +73,7 @@ def _norm_gradients(
 
 
 @triton.jit
-def _gated_kernel(gate, up, y, stride, width, SPAN: tl.constexpr):
+def _swiglu_kernel(gate, up, y, stride, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
@@ -83,7 +83,7 @@ def _gated_kernel(gate, up, y, stride, width, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _gated_low(
+def _swiglu_low_rank_kernel(
     gate_up, low, up, y, rows, width, ranks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _gated_low(
 
 
 @triton.jit
-def _gated_gradient(
+def _swiglu_gradient_kernel(
     gate, up, dy, y, d_gate, d_up, stride, width, OUTPUT: tl.constexpr, SPAN: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -127,7 +127,7 @@ def _gated_gradient(
 
 
 @triton.jit
-def _halves_kernel(
+def _rotary_halves_kernel(
     x, cosines, sines, y, length, x_batch, x_head, x_token, y_batch, y_head, y_token, of_batch,
     GRADIENT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -226,9 +226,9 @@ def _cache_kernel(
             second = second * scale * of_second
         cosine = tl.load(rotations + row * SIZE + 2 * at, mask=inside, other=0.0)
         sine = tl.load(rotations + row * SIZE + 2 * at + 1, mask=inside, other=0.0)
-        turned = first * cosine - second * sine
+        rotated = first * cosine - second * sine
         second = first * sine + second * cosine
-        first = turned
+        first = rotated
     if head < HEADS:
         to = queries + (row * HEADS + head) * SIZE
         tl.store(to + 2 * at, first, mask=inside)
@@ -393,7 +393,7 @@ def _search_kernel(
 
 @triton.jit
 def _head_kernel(
-    logits, temperatures, targets, normalisers, entropies, likeliest, slopes, vocabulary,
+    logits, temperatures, targets, normalisers, entropies, likeliest, entropy_factors, vocabulary,
     GRADIENT: tl.constexpr, SINGLE: tl.constexpr, ENTROPY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -430,7 +430,7 @@ def _head_kernel(
             if ENTROPY:
                 logprob = tl.where(probability > 0, value - normaliser, 0.0)
                 slope = probability * (logprob + entropy)
-                tl.store(slopes + of_row + at, slope, mask=inside)
+                tl.store(entropy_factors + of_row + at, slope, mask=inside)
             if SINGLE:
                 probability -= tl.where(at == target, 1.0, 0.0)
             tl.store(logits + of_row + at, probability, mask=inside)
@@ -442,11 +442,11 @@ def head_numbers(
     targets_C: Tensor | None,
     *,
     gradient: bool,
-    slopes_CV: Tensor | None,
+    entropy_CV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row of logits at its temperature: the logarithm of the sum of exponentials, the entropy and the most likely token.
 
-    With `gradient`, probabilities p overwrite the logits, less 1 at the target (if there are `targets_C`); `slopes_CV` gets p (log p + H).
+    With `gradient`, probabilities p overwrite the logits, less 1 at the target (if there are `targets_C`); `entropy_CV` gets p (log p + H).
     The vocabulary is read piece by piece, so no logits are held in float32.
     """
     rows, vocabulary = logits_CV.shape
@@ -454,13 +454,13 @@ def head_numbers(
     likeliest_C = torch.empty(rows, dtype=torch.long, device=logits_CV.device)
     _head_kernel[(rows,)](
         logits_CV, temperatures_C, likeliest_C if targets_C is None else targets_C, normalisers_C, entropies_C,
-        likeliest_C, logits_CV if slopes_CV is None else slopes_CV, vocabulary,
-        GRADIENT=gradient, SINGLE=targets_C is not None, ENTROPY=slopes_CV is not None, SPAN=VOCABULARY, num_warps=8,
+        likeliest_C, logits_CV if entropy_CV is None else entropy_CV, vocabulary,
+        GRADIENT=gradient, SINGLE=targets_C is not None, ENTROPY=entropy_CV is not None, SPAN=VOCABULARY, num_warps=8,
     )  # fmt: skip
     return normalisers_C, entropies_C, likeliest_C
 
 
-def drawn(
+def draw(
     logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor, block: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens [S] and their log-probabilities [S]: `groupwise.engine.sampler.draw` at temperatures above 0."""
@@ -508,54 +508,54 @@ def norm_with_gradient(
     return y_NH
 
 
-def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
+def swiglu(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F]."""
     rows, columns = gate_up_N2F.shape
     y_NF = gate_up_N2F.new_empty(rows, columns // 2, dtype=dtype)
-    _gated_kernel[_spans(y_NF)](
+    _swiglu_kernel[_spans(y_NF)](
         *gate_up_N2F.chunk(2, dim=1), y_NF, gate_up_N2F.stride(0), columns // 2, SPAN=SPAN
     )
     return y_NF
 
 
-def gated_with_low_rank(
+def swiglu_with_low_rank(
     gate_up_N2F: Tensor, low_NR: Tensor, up_2FR: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`gated` of `gate_up_N2F`, in float32, plus `low_NR up_2FRᵀ`, [N, F]."""
+    """`swiglu` of `gate_up_N2F`, in float32, plus `low_NR up_2FRᵀ`, [N, F]."""
     rows, columns = gate_up_N2F.shape
     ranks = low_NR.shape[1]
     y_NF = gate_up_N2F.new_empty(rows, columns // 2, dtype=dtype)
-    _gated_low[(-(-rows // TILE), -(-columns // 2 // COLUMNS))](
+    _swiglu_low_rank_kernel[(-(-rows // TILE), -(-columns // 2 // COLUMNS))](
         gate_up_N2F, low_NR, up_2FR, y_NF, rows, columns // 2, ranks,
         ROWS=TILE, COLUMNS=COLUMNS, RANKS=max(16, int(triton.next_power_of_2(ranks))),
     )  # fmt: skip
     return y_NF
 
 
-def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
     """Recompute `silu(gate) · up`, and return it with the gradient [N, 2F] with respect to gate and up."""
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
-    _gated_gradient[_spans(y_NF)](
+    _swiglu_gradient_kernel[_spans(y_NF)](
         *gate_up_N2F.chunk(2, dim=1), dy_NF, y_NF, *d_N2F.chunk(2, dim=1), gate_up_N2F.stride(0), dy_NF.shape[1],
         OUTPUT=True, SPAN=SPAN,
     )  # fmt: skip
     return y_NF, d_N2F
 
 
-def gated_pair(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+def swiglu_pair(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """`silu(gate) · up`, [N, F], of two tensors with equal strides, whose rows may be halves of wider ones."""
     y_NF = gate_NF.new_empty(gate_NF.shape)
-    _gated_kernel[_spans(y_NF)](
+    _swiglu_kernel[_spans(y_NF)](
         gate_NF, up_NF, y_NF, gate_NF.stride(0), gate_NF.shape[1], SPAN=SPAN
     )
     return y_NF
 
 
-def gated_pair_gradient(
+def swiglu_pair_gradient(
     gate_NF: Tensor, up_NF: Tensor, dy_NF: Tensor, d_gate_NF: Tensor, d_up_NF: Tensor
 ) -> None:
     """Write the gradients of gate and up to two tensors with the strides of `gate_NF`."""
-    _gated_gradient[_spans(gate_NF)](
+    _swiglu_gradient_kernel[_spans(gate_NF)](
         gate_NF, up_NF, dy_NF, dy_NF, d_gate_NF, d_up_NF, gate_NF.stride(0), gate_NF.shape[1],
         OUTPUT=False, SPAN=SPAN,
     )  # fmt: skip
@@ -576,7 +576,7 @@ def norm_gradients(
     return dx_NH, parts_PH.sum(0) if of_weight else None
 
 
-def turned_halves(
+def rotary_halves(
     x_BJTD: Tensor, cosines_BTD: Tensor, sines_BTD: Tensor, *, gradient: bool = False
 ) -> Tensor:
     """Queries or keys after their rotation as transformers defines it, where each number turns with the one half a head after it.
@@ -587,14 +587,14 @@ def turned_halves(
     batches, heads, length, size = x_BJTD.shape
     y_BJTD = torch.empty_like(x_BJTD)
     of_batch = 0 if len(cosines_BTD) == 1 else cosines_BTD.stride(0)
-    _halves_kernel[(batches * length, heads)](
+    _rotary_halves_kernel[(batches * length, heads)](
         x_BJTD, cosines_BTD, sines_BTD, y_BJTD, length, *x_BJTD.stride()[:3], *y_BJTD.stride()[:3], of_batch,
         GRADIENT=gradient, SIZE=size, **_row_options(size // 2),
     )  # fmt: skip
     return y_BJTD
 
 
-def turned(
+def rotary(
     heads_NJD: Tensor,
     norm_D: Tensor | None,
     rotations_N1C: Tensor,
@@ -614,14 +614,14 @@ def turned(
     return y_NJD
 
 
-def turned_gradient_(
+def rotary_gradient_(
     d_NJD: Tensor,
     heads_NJD: Tensor,
     norm_D: Tensor | None,
     rotations_N1C: Tensor,
     epsilon: float,
 ) -> None:
-    """Turn the gradient of `turned`, in float32, into that of `heads_NJD`, in place; rows of both may be part of wider ones."""
+    """Turn the gradient of `rotary`, in float32, into that of `heads_NJD`, in place; rows of both may be part of wider ones."""
     rows, heads, size = heads_NJD.shape
     weight = norm_D if norm_D is not None else heads_NJD
     _rotation_gradient[(rows, heads)](
@@ -630,7 +630,7 @@ def turned_gradient_(
     )  # fmt: skip
 
 
-def cached_attention(
+def paged_attention(
     qkv_SO: Tensor,
     norms: tuple[Tensor | None, Tensor | None],
     rotations_S1C: Tensor,

@@ -175,13 +175,13 @@ class NativeModel:
             return kernels.normed(x_NH, weight_H, shape.epsilon, self.dtype)
         return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
 
-    def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor:
+    def swiglu(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor:
         """`silu(gate) · up`, [N, F], computed in float32 and rounded once; `few` as in `normed`."""
         if self._by_kernels(gate_up_N2F, few=few):
-            return compiled.gated(gate_up_N2F, self.dtype)
+            return compiled.swiglu(gate_up_N2F, self.dtype)
         kernels = kernels_for(gate_up_N2F)
         if kernels is not None:
-            return kernels.gated(gate_up_N2F, self.dtype)
+            return kernels.swiglu(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
@@ -189,12 +189,12 @@ class NativeModel:
         """Logits of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
         return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
-    def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
+    def rotary(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
         """Queries or keys after their norm and rotation; in float32, or in the model's number format if GPU kernels compute them."""
         kernels = kernels_for(heads_NJD)
         if kernels is not None:
             arguments = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
-            return kernels.turned(*arguments, self.dtype)
+            return kernels.rotary(*arguments, self.dtype)
         x = heads_NJD.float()
         if norm_D is not None:
             x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
@@ -204,11 +204,11 @@ class NativeModel:
     def heads(
         self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: `split`, then `turned`."""
+        """Rotated queries and keys, and values: `split`, then `rotary`."""
         queries, keys, values = self.split(qkv_NO)
         return (
-            self.turned(queries, layer.query_norm_D, rotations_N1C),
-            self.turned(keys, layer.key_norm_D, rotations_N1C),
+            self.rotary(queries, layer.query_norm_D, rotations_N1C),
+            self.rotary(keys, layer.key_norm_D, rotations_N1C),
             values,
         )
 
@@ -231,7 +231,7 @@ class NativeModel:
     def _native_layer(self, path: str, layer: Any) -> Layer:
         return Layer(
             **self._norms(layer),
-            qkv=self._fused_linear(path, layer, "qkv", turned=2),
+            qkv=self._fused_linear(path, layer, "qkv", interleaved=2),
             output=self._fused_linear(path, layer, "output"),
             gate_up=self._fused_linear(path, layer, "gate_up"),
             down=self._fused_linear(path, layer, "down"),
@@ -247,13 +247,13 @@ class NativeModel:
             "mlp_norm_H": layer.post_attention_layernorm.weight.detach().float(),
         }
 
-    def _fused_linear(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
-        """One of `PRODUCTS` as a `Linear`; the first `turned` of its matrices get their rows interleaved within each head."""
+    def _fused_linear(self, path: str, layer: Any, product: str, interleaved: int = 0) -> Linear:
+        """One of `PRODUCTS` as a `Linear`; the first `interleaved` of its matrices get their rows interleaved within each head."""
         name, children = PRODUCTS[product]
         modules = [_base_layer(getattr(getattr(layer, name), child)) for child in children]
         size = self.shape.head_size
         orders: list[Tensor | None] = [None] * len(modules)
-        for number, module in enumerate(modules[:turned]):
+        for number, module in enumerate(modules[:interleaved]):
             starts = torch.arange(0, module.out_features, size, device=self.device)
             orders[number] = (starts[:, None] + _interleaved_order(size, self.device)).flatten()
         weights = [

@@ -245,7 +245,7 @@ class GraphEngine:
             layer, (keys, values) = model.layers[number], self._layer_cache(number)
             if kernels is not None:
                 norms = layer.query_norm_D, layer.key_norm_D
-                return kernels.cached_attention(
+                return kernels.paged_attention(
                     qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon, self._span,
                 )  # fmt: skip
             return self._plain_attention(
@@ -281,7 +281,7 @@ class GraphEngine:
         cell_S: Tensor,
         seen_SC: Tensor,
     ) -> Tensor:
-        """The same as `triton_kernels.cached_attention`, by torch operations that first copy the pages of all rows."""
+        """The same as `triton_kernels.paged_attention`, by torch operations that first copy the pages of all rows."""
         queries_SHD, *keys_values = heads
         dtype = keys_GJTD.dtype
         copies: list[Tensor] = []

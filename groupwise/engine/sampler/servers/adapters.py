@@ -92,8 +92,8 @@ class AdapterFiles:
         shared: SharedFolder | None = None,
         write_by_expert: Callable[[str], None] | None = None,
     ) -> None:
-        """`shared`: None if the servers can read the folder of the publications. `write_by_expert`: see `Witness.write_by_expert`; None if
-        the adapter changes no experts."""
+        """`shared`: None if the servers can read the folder of the publications. `write_by_expert`: see `TorchPolicy.write_by_expert`;
+        None if the adapter changes no experts."""
         self._shared = shared
         self._write_by_expert = write_by_expert
         self._claimed: Path | None = None
@@ -125,7 +125,7 @@ class AdapterFiles:
             await _load_adapter(server, name, folder)
         mine = folder.rpartition("/")[0]
         roots = {other: entry.root for other, entry in models.items() if entry.root is not None}
-        for other, root in {**server.loaded, **roots}.items():
+        for other, root in {**server.adapters, **roots}.items():
             if other != name and root.rpartition("/")[0] == mine:
                 await unload(server, other)
 
@@ -135,7 +135,7 @@ class AdapterFiles:
 
     def forget(self, server: Server, served: Served) -> None:
         """See `WeightSync.forget`: the adapter is unloaded."""
-        server.tell(server.adapters_url + UNLOAD, {"lora_name": served.name})
+        server.notify(server.adapters_url + UNLOAD, {"lora_name": served.name})
 
     def remove(self, served: Served) -> None:
         """See `WeightSync.remove`."""
@@ -170,7 +170,7 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
 
 async def _load_adapter(server: Server, name: str, folder: str) -> None:
     body = {"lora_name": name, "lora_path": folder}
-    server.loaded[name] = folder
+    server.adapters[name] = folder
     try:
         await server.client.ask("POST", server.adapters_url + LOAD, body, len, 0)
     except EndpointError as error:
@@ -197,4 +197,4 @@ async def unload(server: Server, name: str) -> None:
             raise
         if error.status != 404 and NOT_LOADED not in str(error):
             raise UsageError(f"{server.url} could not unload the adapter {name}: {error}") from None
-    server.loaded.pop(name, None)
+    server.adapters.pop(name, None)

@@ -35,8 +35,11 @@ NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
 
 
-class PolicyWitness(Protocol):
-    """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.servers.witness` computes them."""
+class LocalPolicy(Protocol):
+    """The published weights, as this program has them: their log-probabilities, and what servers need to take them over.
+
+    `groupwise.engine.sampler.servers.local_policy.TorchPolicy` has them in this process.
+    """
 
     @property
     def vocabulary(self) -> int: ...

@@ -40,7 +40,7 @@ from groupwise.engine.sampler.servers.completions import (
     read_prompt,
     request_body,
 )
-from groupwise.engine.sampler.servers.probe import PolicyWitness
+from groupwise.engine.sampler.servers.probe import LocalPolicy
 from groupwise.engine.sampler.servers.server_pool import Served, Server, Servers
 from groupwise.engine.sampler.servers.spawned_server import SpawnedServer
 
@@ -87,7 +87,7 @@ class ServerSampler:
     def __init__(
         self,
         servers: Servers,
-        witness: PolicyWitness,
+        local_policy: LocalPolicy,
         tokenizer: Any,
         *,
         base: str,
@@ -102,7 +102,7 @@ class ServerSampler:
         `probe.check_logprobs`. `seeded`: send the members' seeds. `own`: the only server, if this run starts it. `routers`: completions
         come with the experts that the server chose, of this shape; those that are wrong are left out, with one warning."""
         self._servers = servers
-        self._witness = witness
+        self._local_policy = local_policy
         self._tokenizer = tokenizer
         self._base = base
         self._key_length = key_length
@@ -114,7 +114,7 @@ class ServerSampler:
         self._has_warned = False
         self._served: Served | None = None
         self._fingerprint: str | None = None
-        self._under_way = 0
+        self._requests = 0
 
     def follow_server(self, log: Path, report: Callable[[str], None]) -> None:
         """If this run starts the server: append the server's output to `log`, and report how its start goes."""
@@ -128,13 +128,13 @@ class ServerSampler:
         served = self._served
         if served is None:
             raise RunError("The sampler has been given no weights yet: `load` comes first.")
-        self._under_way += 1
+        self._requests += 1
         try:
             parts = divide_group(request, self._seeded, self._routers)
             drawn = await gather_all(self._draw_members(served, part) for part in parts)
             return tuple(completion for part in drawn for completion in part)
         finally:
-            self._under_way -= 1
+            self._requests -= 1
 
     async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
         """The log-probabilities of a prompt's tokens, with the `top` most probable at each position; see `TorchSampler.prompt_logprobs`."""
@@ -150,15 +150,15 @@ class ServerSampler:
             body = prompt_body(served.name, prompt_ids, top)
             return await server.complete(body, read)
 
-        self._under_way += 1
+        self._requests += 1
         try:
             return await self._servers.ask(lambda server: self._ask_served(server, served, ask))
         finally:
-            self._under_way -= 1
+            self._requests -= 1
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Raises UsageError for servers that are not set up correctly."""
-        if self._under_way:
+        if self._requests:
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
@@ -177,8 +177,8 @@ class ServerSampler:
 
     def _take_weights(self, policy: Policy) -> Served:
         """Read the published weights, check their fingerprint, and give them to the servers."""
-        self._witness.read(policy.path)
-        self._fingerprint = self._witness.fingerprint()
+        self._local_policy.read(policy.path)
+        self._fingerprint = self._local_policy.fingerprint()
         refuse_other_weights(policy, self._fingerprint)
         return self._sync.offer(policy)
 
@@ -190,12 +190,12 @@ class ServerSampler:
         """Fingerprint of the published files as they were read here; the servers' answers have been checked against these weights. Before
         the first `load`, of the weights that are in memory here."""
         if self._fingerprint is None:
-            self._fingerprint = self._witness.fingerprint()
+            self._fingerprint = self._local_policy.fingerprint()
         return self._fingerprint
 
     async def rest(self) -> None:
         """See `groupwise.core.types.SharesDevice.rest`: the run's own server sleeps, if it takes turns with the learner."""
-        if self._own is None or self._under_way:
+        if self._own is None or self._requests:
             return
         try:
             await self._own.sleep()
@@ -222,13 +222,13 @@ class ServerSampler:
     async def _prepare_all(self, served: Served) -> None:
         """Prepare all servers that answer; at least one must."""
         self._served = served
-        await gather_all(self._try_to_ready(server, served) for server in self._servers.all)
-        await self._servers.ask(partial(self._prepare_once, served=served))
+        await gather_all(self._try_to_prepare(server, served) for server in self._servers.all)
+        await self._servers.ask(partial(self._ensure_prepared, served=served))
 
-    async def _try_to_ready(self, server: Server, served: Served) -> None:
+    async def _try_to_prepare(self, server: Server, served: Served) -> None:
         """Prepare a server; one that does not answer gets no requests for a while."""
         try:
-            await self._prepare_once(server, served)
+            await self._ensure_prepared(server, served)
         except EndpointError as error:
             if not error.may_pass:
                 raise
@@ -236,10 +236,10 @@ class ServerSampler:
         else:
             server.note_answer()
 
-    async def _prepare_once(self, server: Server, served: Served) -> None:
+    async def _ensure_prepared(self, server: Server, served: Served) -> None:
         async with server.preparing:
             if self._own is not None:
-                await self._own.wake(self._witness.give_back_memory)
+                await self._own.wake(self._local_policy.give_back_memory)
             for attempt in range(ATTEMPTS):
                 if server.ready == served:
                     return
@@ -252,7 +252,7 @@ class ServerSampler:
     async def _prepare_server(self, server: Server, served: Served) -> None:
         """Load the weights into a server, and compare the server's log-probabilities with those of the weights here."""
         if self._own is not None:
-            await self._own.up(served.folder and str(Path(served.folder).parent))
+            await self._own.ensure_running(served.folder and str(Path(served.folder).parent))
         models = await list_models(server)
         base = models.get(self._base) or await self._renamed_base(server, models)
         if base is None:
@@ -306,10 +306,10 @@ class ServerSampler:
     ) -> dict[str, list[float]]:
         """Log-probabilities of the tokens under the weights here. The key "" is correct; any other key names the step that is left out."""
         hot = probe.PARAMS.temperature
-        right, not_processed = self._witness.logprobs(answers, (hot, 1.0))
+        right, not_processed = self._local_policy.logprobs(answers, (hot, 1.0))
         found = {"": right, probe.NOT_PROCESSED: not_processed}
         if adapter:
-            (found[probe.NOT_APPLIED],) = self._witness.logprobs(answers, (hot,), plain=True)
+            (found[probe.NOT_APPLIED],) = self._local_policy.logprobs(answers, (hot,), plain=True)
         return found
 
     # --- completions ------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class ServerSampler:
     ) -> T:
         """Ask a server that is prepared; prepare it again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
-            await self._prepare_once(server, served)
+            await self._ensure_prepared(server, served)
             try:
                 answer = await ask(server, served)
                 if await self._sync.still_serves(server, served):
@@ -380,7 +380,7 @@ class ServerSampler:
         top: int = 0,
     ) -> tuple[Drawn, ...]:
         def read(answer: bytes) -> tuple[Drawn, ...]:
-            size = self._witness.vocabulary
+            size = self._local_policy.vocabulary
             return read_completions(
                 *(answer, served.name, prompts, count, params, size, self._decode_text, top),
                 self._routers,

@@ -25,7 +25,7 @@ from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.engine.sampler.servers.completions import refuse_what_differs
-from groupwise.engine.sampler.servers.probe import PolicyWitness
+from groupwise.engine.sampler.servers.probe import LocalPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +66,16 @@ class Server:
     endpoint: Endpoint
     concurrency: int
     timing: Timing
-    load: int = 0
+    in_progress: int = 0
     """Completions that are running or queued."""
-    waits: Backoff | None = None
-    """The pauses since its first failure; None: it answers."""
-    alone_until: float = -math.inf
-    """Time on `timing.clock` until which it is paused."""
+    pauses: Backoff | None = None
+    """Length of the next pause, which grows with each failure; None: the server answers."""
+    paused_until: float = -math.inf
+    """Time on `timing.clock` before which no request goes there."""
     ready: Served | None = None
     """The weights that have been checked on it; None: not yet, or not since its last failure."""
-    loaded: dict[str, str] = field(default_factory=dict[str, str])
-    """Folders of the adapters that were loaded into it from here, by name; older releases of SGLang list none."""
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    """Folders of the adapters that this run has loaded into it, by name; older releases of SGLang list none."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
         default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
     )
@@ -147,11 +147,11 @@ class Server:
         if version is not None:
             await self.post("/update_weight_version", {"new_version": version})
 
-    async def map_weights(self, witness: PolicyWitness, version: str) -> None:
+    async def map_weights(self, local_policy: LocalPolicy, version: str) -> None:
         """Have a paused server on the learner's GPU copy all weights from the learner's memory (CUDA IPC)."""
         await self.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
         await self.post("/start_weight_update")
-        update = await asyncio.to_thread(witness.ipc_handles)
+        update = await asyncio.to_thread(local_policy.ipc_handles)
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": version})
 
@@ -168,22 +168,22 @@ class Server:
 
     def note_answer(self) -> None:
         """Record that the server answers."""
-        if self.waits is not None:
+        if self.pauses is not None:
             logger.info("%s answers again", self.url)
-        self.waits, self.alone_until = None, -math.inf
+        self.pauses, self.paused_until = None, -math.inf
 
     def note_failure(self, error: EndpointError) -> None:
         """Pause the server, and mark it as not prepared: another process may have been started at its address."""
         self.ready = None
-        if self.timing.clock() < self.alone_until:
+        if self.timing.clock() < self.paused_until:
             return  # another request in progress has counted this failure already
-        self.waits = self.waits or backoff(self.timing)
-        wait = self.waits.next()
-        self.alone_until = self.timing.clock() + wait
-        logger.warning("%s; it is left alone for %.1f s", error, wait)
+        self.pauses = self.pauses or backoff(self.timing)
+        wait = self.pauses.next()
+        self.paused_until = self.timing.clock() + wait
+        logger.warning("%s; no request goes there for %.1f s", error, wait)
 
-    def tell(self, url: str, body: dict[str, str]) -> None:
-        """POST a message from code that is not async; failures are ignored."""
+    def notify(self, url: str, body: dict[str, str]) -> None:
+        """POST from code that is not async, without waiting for success: failures are ignored."""
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with (
@@ -218,7 +218,7 @@ class Servers:
         deadline, last_error = math.inf, None
         while True:
             server = await self._least_loaded(deadline, last_error)
-            server.load += completions
+            server.in_progress += completions
             try:
                 result = await work(server)
             except EndpointError as error:
@@ -233,19 +233,19 @@ class Servers:
                 server.note_answer()
                 return result
             finally:
-                server.load -= completions
+                server.in_progress -= completions
 
     async def _least_loaded(self, deadline: float, last_error: EndpointError | None) -> Server:
-        """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
+        """The server with the fewest completions in progress; if all are paused, wait for the first one, at most until `deadline`."""
         deadline = min(deadline, self._timing.clock() + self._server_timeout)
         while True:
             now = self._timing.clock()
-            ready = [server for server in self.all if server.alone_until <= now]
+            ready = [server for server in self.all if server.paused_until <= now]
             if ready:
-                return min(ready, key=lambda server: server.load)
+                return min(ready, key=lambda server: server.in_progress)
             if now >= deadline:
                 raise self._no_server_error(last_error)
-            next_attempt = min(server.alone_until for server in self.all)
+            next_attempt = min(server.paused_until for server in self.all)
             await self._timing.sleep(min(next_attempt, deadline) - now)
 
     def _no_server_error(self, last_error: EndpointError | None) -> EndpointError:

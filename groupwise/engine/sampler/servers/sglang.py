@@ -22,7 +22,7 @@ from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import SamplingParams
 from groupwise.engine.sampler.servers.completions import TOKEN_AS_TEXT, refuse_withheld_end
-from groupwise.engine.sampler.servers.probe import PolicyWitness
+from groupwise.engine.sampler.servers.probe import LocalPolicy
 from groupwise.engine.sampler.servers.server_pool import Server
 
 T = TypeVar("T")
@@ -60,12 +60,12 @@ class SglangServer(Server):
         body = {"model_path": folder, "weight_version": version, "flush_cache": True}
         await self.post("/update_weights_from_disk", body)
 
-    async def map_weights(self, witness: PolicyWitness, version: str) -> None:
+    async def map_weights(self, local_policy: LocalPolicy, version: str) -> None:
         """See `Server.map_weights`; the server has one rank, because the learner has one GPU."""
         with suppress(EndpointError):  # an update that a killed run has left open
             await self.post("/end_weight_update", {})
         await self.post("/begin_weight_update", {})
-        tensors = await asyncio.to_thread(witness.pickled_tensors)
+        tensors = await asyncio.to_thread(local_policy.pickled_tensors)
         body = {"serialized_named_tensors": [tensors], "flush_cache": True}
         await self.post("/update_weights_from_tensor", {**body, "weight_version": version})
         await self.post("/end_weight_update", {})

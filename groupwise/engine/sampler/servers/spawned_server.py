@@ -4,9 +4,9 @@ It runs in its own Python environment. It listens on a Unix socket in a folder t
 on the routes by which it sleeps and takes weights. When this process ends for any reason, the server ends as well; the folder of a killed
 one is removed by the next process that claims one (`groupwise.runs.publications`).
 
-A thread starts it, and starts it again whenever it ends; `up` waits until it answers, and reports meanwhile what its log says. It is given
-up, with the first error in its log, if it ends twice in the same way before it serves the policy, or once by an error that only the user
-can mend (`server_log.py`).
+A thread starts it, and starts it again whenever it ends; `ensure_running` waits until it answers, and reports meanwhile what its log says.
+It is given up, with the first error in its log, if it ends twice in the same way before it serves the policy, or once by an error that
+only the user can mend (`server_log.py`).
 
 A server that takes turns with the learner on one GPU sleeps while the run learns: its weights wait in main memory, and its keys and values
 are dropped.
@@ -56,6 +56,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 GRACE = 20.0
 """Seconds that a server may take to end after SIGTERM, before it is killed."""
 LOOKS_EVERY = 0.5
+"""Seconds between two looks at whether the server still runs, or answers."""
 REPORTS_EVERY = 30.0
 """Seconds between reports of a server that has not answered yet: compiling and recording graphs on a GPU may take minutes."""
 LOG_TAIL = 1 << 14
@@ -200,7 +201,7 @@ class ServerSpec:
 
 
 class SpawnedServer:
-    """The server of this run; see the module's docstring. `up` starts it."""
+    """The server of this run; see the module's docstring. `ensure_running` starts it."""
 
     def __init__(
         self,
@@ -230,8 +231,8 @@ class SpawnedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._answered = threading.Event()
-        self._is_tried = False
-        """True if the server that was started last has served the policy, or was ended by `restart`."""
+        self._has_served = False
+        """True if the current process has served the policy, or was ended by `restart`; its end is then no failed start."""
         self._asleep = False
         self._log_begin = 0
         """Size of the log when the server was started last."""
@@ -242,7 +243,7 @@ class SpawnedServer:
         """Append the server's output to `log` from its start on, and have `report` called with lines on how its start goes."""
         self.log, self._report = log, report
 
-    async def up(self, adapters: str | None) -> None:
+    async def ensure_running(self, adapters: str | None) -> None:
         """Start it unless it is running, and wait until it answers; nothing to do for one that answers. Raises UsageError with the reason
         in its log if it does not. `adapters`: the folder of all adapters that it will be given; None: it serves the base alone."""
         if self._supervisor is None:
@@ -273,7 +274,7 @@ class SpawnedServer:
 
     def note_served(self) -> None:
         """Record that the server completed prompts under the policy. If it ends after that, its start does not count as failed."""
-        self._is_tried = True
+        self._has_served = True
 
     async def sleep(self) -> None:
         """Release the GPU's memory, if it takes turns with the learner, until `wake`. No completion may be under way."""
@@ -289,9 +290,9 @@ class SpawnedServer:
             self._asleep = False
 
     def restart(self) -> None:
-        """End the process, because its workers wait for what never comes; `up` then waits for the next one. Blocks until it has ended."""
+        """End the process, whose workers would wait for ever; `ensure_running` then waits for the next one. Blocks until it has ended."""
         self.server.ready = None
-        self._is_tried = True
+        self._has_served = True
         if self._process is not None:
             _end_server(self._process)
         while self._answered.is_set() and not self._closing.wait(0.1):
@@ -324,7 +325,7 @@ class SpawnedServer:
         while not self._closing.is_set():
             with self.log.open("ab") as log:
                 self._log_begin = log.tell()
-                self._is_tried = False
+                self._has_served = False
                 self._process = process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
@@ -335,11 +336,11 @@ class SpawnedServer:
             reason = self._reason()
             ended = f"ended (exit status {process.returncode}): {reason}"
             kind = (process.returncode, reason.partition(":")[0])  # what follows may have numbers
-            if known_remedy(reason) or (not self._is_tried and kind == earlier):
+            if known_remedy(reason) or (not self._has_served and kind == earlier):
                 self._failure = ended
                 self._answered.clear()
                 return
-            earlier = None if self._is_tried else kind
+            earlier = None if self._has_served else kind
             self._answered.clear()
             logger.warning(
                 "the vLLM of this run %s\nIt is started again; its whole output is in %s",

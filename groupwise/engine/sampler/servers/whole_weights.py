@@ -27,7 +27,7 @@ from typing import Literal
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.adapters import ListedModel, SharedFolder, policy_name
-from groupwise.engine.sampler.servers.probe import PolicyWitness
+from groupwise.engine.sampler.servers.probe import LocalPolicy
 from groupwise.engine.sampler.servers.server_pool import Served, Server
 from groupwise.engine.sampler.servers.spawned_server import SpawnedServer
 
@@ -50,7 +50,7 @@ class WholeWeights:
         self,
         base: str,
         transfer: Transfer,
-        witness: PolicyWitness,
+        local_policy: LocalPolicy,
         *,
         timeout: float,
         shared: SharedFolder | None = None,
@@ -60,7 +60,7 @@ class WholeWeights:
         only server, if this run starts it."""
         self._base = base
         self._transfer = transfer
-        self._witness = witness
+        self._local_policy = local_policy
         self._timeout = timeout
         self._shared = shared
         self._own = own
@@ -112,8 +112,8 @@ class WholeWeights:
         if server.url in self._groups:
             del self._groups[server.url]
             with suppress(RunError):  # the process with the group has ended already
-                self._witness.close_group(server.url)
-            server.tell(server.root_url + "/shutdown_weight_transfer_engine", {})
+                self._local_policy.close_group(server.url)
+            server.notify(server.root_url + "/shutdown_weight_transfer_engine", {})
 
     def remove(self, served: Served) -> None:
         """See `WeightSync.remove`."""
@@ -136,7 +136,7 @@ class WholeWeights:
     async def _hand_over_tensors(self, server: Server, version: str) -> None:
         """Have the server take the weights from the learner's memory, by one of vLLM's weight-transfer engines."""
         if self._transfer == "ipc":
-            await server.map_weights(self._witness, version)
+            await server.map_weights(self._local_policy, version)
             return
         lock = self._broadcasting.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
@@ -144,30 +144,30 @@ class WholeWeights:
                 if self._groups.pop(server.url, "") != await server.weight_version():
                     await self._open_group(server)
                 await _limited(server.post("/start_weight_update"), self._timeout)
-                update = await asyncio.to_thread(self._witness.weight_info)
+                update = await asyncio.to_thread(self._local_policy.weight_info)
                 await self._together(
                     server,
                     server.post("/update_weights", {"update_info": update}),
-                    self._witness.broadcast_weights,
+                    self._local_policy.broadcast_weights,
                     *(server.url, self._timeout),
                 )
                 finish = {"weight_version": version}
                 await _limited(server.post("/finish_weight_update", finish), self._timeout)
                 self._groups[server.url] = version
             except EndpointError as error:
-                await asyncio.to_thread(self._witness.close_group, server.url)
+                await asyncio.to_thread(self._local_policy.close_group, server.url)
                 if self._own is not None and _is_temporary(error):
                     await asyncio.to_thread(self._own.restart)
                 raise
 
     async def _open_group(self, server: Server) -> None:
         world = 1 + await server.world_size()
-        identity = await asyncio.to_thread(self._witness.open_group, server.url)
+        identity = await asyncio.to_thread(self._local_policy.open_group, server.url)
         init = {"nccl_unique_id_b64": identity, "rank_offset": 1, "world_size": world}
         await self._together(
             server,
             server.post("/init_weight_transfer_engine", {"init_info": {**init, "packed": False}}),
-            self._witness.join_group,
+            self._local_policy.join_group,
             *(server.url, world, self._timeout),
         )
 
@@ -187,7 +187,7 @@ class WholeWeights:
         finally:
             if not (ours.done() and ours.exception() is None):
                 theirs.cancel()
-                await asyncio.to_thread(self._witness.close_group, server.url)
+                await asyncio.to_thread(self._local_policy.close_group, server.url)
             results = await asyncio.gather(theirs, ours, return_exceptions=True)
         said, error = results
         if isinstance(said, EndpointError) and not _is_temporary(said):

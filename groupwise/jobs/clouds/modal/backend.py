@@ -6,6 +6,7 @@ store).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,8 +16,16 @@ from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend
-from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image, app_of
-from groupwise.jobs.clouds.modal.runner import ModalRunner, scheduler_of
+from groupwise.jobs.clouds.modal.port import (
+    MOST_SECONDS,
+    NAME,
+    NAMED,
+    SPARE_SECONDS,
+    Call,
+    Image,
+    app_of,
+)
+from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import FileEntry
@@ -144,7 +153,8 @@ class ModalBackend(MachineBackend):
         await self._modal.port.deploy(Image(image["name"], image["python"], files))
 
     async def _scheduler(self, order: Order) -> Scheduler:
-        return scheduler_of(self._modal_call(order))
+        """The call, which `ModalRunner.launch` spawns for the attempt."""
+        return Scheduler(NAME, (json.dumps(self._modal_call(order).document()),))
 
     def _modal_call(self, order: Order) -> Call:
         """The Modal call for this job; `ModalRunner` adds the attempt's number. Raises UsageError if the timeout is out of range."""

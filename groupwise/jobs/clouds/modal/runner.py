@@ -19,7 +19,7 @@ from typing import Any
 
 from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Runner, Scheduler
+from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Runner
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
     checked_answer,
@@ -97,7 +97,7 @@ class ModalTurn:
 
 
 class ModalRunner(SchedulerRunner[ModalTurn]):
-    """The `SchedulerRunner` for Modal. A `launch` with an engine made by `scheduler_of` spawns a call for the attempt."""
+    """The `SchedulerRunner` for Modal. A `launch` spawns the call of its engine for the attempt."""
 
     title = "Modal"
     carries_secrets = True
@@ -224,11 +224,6 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
 
     async def _judge_unqueued(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
         return await self._void_unstarted(state, "Modal has no call for it any more")
-
-
-def scheduler_of(call: Call) -> Scheduler:
-    """The `Scheduler` to pass to `launch` for this call."""
-    return Scheduler(NAME, (json.dumps(call.document()),))
 
 
 def _differs(state: MemberState, known: KnownState) -> bool:

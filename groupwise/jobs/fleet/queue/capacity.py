@@ -222,12 +222,15 @@ def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
-def view(session: Session, projects: Collection[str]) -> View:
-    """Read the free capacity, the withheld capacity, and the quotas of these projects."""
+def view(session: Session, projects: Collection[str], apart_from: str | None = None) -> View:
+    """Read the free capacity, the withheld capacity, and the quotas of these projects.
+
+    What the job `apart_from` still holds, from an attempt that has ended, counts as free.
+    """
     now = seconds(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
-    in_use = _sum_reservations(session, None)
+    in_use = _sum_reservations(session, None, apart_from)
     limits = {
         name: Quota(
             max_gpus, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
@@ -384,8 +387,10 @@ GPUS_OF_ENGINE = case(
 """The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
-def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usage:
-    """Sum up the open reservations of the fleet, or of these machines."""
+def _sum_reservations(
+    session: Session, vm_ids: Collection[str] | None, apart_from: str | None = None
+) -> _Usage:
+    """Sum up the open reservations of the fleet, or of these machines, without those of the job `apart_from`."""
     # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
         select(
@@ -407,6 +412,8 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usag
     )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
+    if apart_from is not None:
+        query = query.where(Attempt.job_id.is_distinct_from(apart_from))
     totals, members = _Usage(), set[tuple[str, int]]()
     for row in session.execute(query):
         if row.gpu_id is None:

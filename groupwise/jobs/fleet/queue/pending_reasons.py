@@ -17,7 +17,7 @@ from groupwise.jobs.fleet.queue.resource_shapes import QUEUED
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import FINAL, AttemptState, JobStatus
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.tables import Attempt, Job, Member
+from groupwise.jobs.fleet.store.tables import Attempt, Job, Member, Reservation
 
 _MOST_COUNTED = 1000
 
@@ -65,9 +65,12 @@ def _unmet_dependency(entry: str, statuses: Mapping[str, str]) -> Unmet | None:
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:
-    """The placement that an admitted job would get if it were next now, or the reason why it could not start."""
+    """The placement that an admitted job would get if it were next now, or the reason why it could not start.
+
+    What its last attempt has not given back yet counts as free.
+    """
     resources = Resources.model_validate(job.resources or {})
-    fleet_view = view(session, {job.project})
+    fleet_view = view(session, {job.project}, apart_from=job.job_id)
     return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
@@ -99,17 +102,7 @@ def explain(session: Session, job: Job) -> list[str]:
         reasons += [unmet_job.reason for unmet_job in unmet_jobs.values()]
     held_back = untracked_processes.held_back_by(session, job.job_id)
     reasons += held_back
-    pause = job.not_before - seconds(session)
-    if pause > 0 and not held_back:
-        # Why the newest attempt ended, to be added to a sentence; empty if nothing is known.
-        newest = select(Attempt.evidence).where(
-            Attempt.job_id == job.job_id, Attempt.generation == job.generation
-        )
-        evidence = session.scalars(newest.order_by(Attempt.epoch.desc()).limit(1)).first() or {}
-        last_end = (
-            f"; its last attempt ended: {evidence['because']}" if evidence.get("because") else ""
-        )
-        reasons.append(f"it is tried again in {pause:.0f} s{last_end}")
+    reasons += _reasons_of_last_attempt(session, job, is_held_back=bool(held_back))
     placement = outlook(session, job)
     if isinstance(placement, Blocked):
         return [*reasons, *placement.reasons]
@@ -123,3 +116,26 @@ def explain(session: Session, job: Job) -> list[str]:
         return ["there is room for it, and it is the next in the queue"]
     at_least = "at least " if count == _MOST_COUNTED else ""
     return [f"there is room for it; before it in the queue: {at_least}{counted(count, 'job')}"]
+
+
+def _reasons_of_last_attempt(session: Session, job: Job, *, is_held_back: bool) -> list[str]:
+    """The pause before the next attempt, and the machines that still hold something of the last one."""
+    reasons: list[str] = []
+    pause = job.not_before - seconds(session)
+    if pause > 0 and not is_held_back:
+        newest = select(Attempt.evidence).where(
+            Attempt.job_id == job.job_id, Attempt.generation == job.generation
+        )
+        evidence = session.scalars(newest.order_by(Attempt.epoch.desc()).limit(1)).first() or {}
+        why = evidence.get("because")
+        reasons.append(
+            f"it is tried again in {pause:.0f} s"
+            + (f"; its last attempt ended: {why}" if why else "")
+        )
+    own = select(Reservation.vm_id).join(Attempt, Attempt.epoch == Reservation.epoch)
+    still_held = own.where(Attempt.job_id == job.job_id, Reservation.released_at.is_(None))
+    if vm_ids := sorted(set(session.scalars(still_held))):
+        reasons.append(
+            f"its last attempt has ended, but {' and '.join(vm_ids)} has not confirmed yet that all its processes are gone"
+        )
+    return reasons

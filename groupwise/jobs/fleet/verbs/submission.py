@@ -17,7 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.idempotency import key_problem
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import LONGEST_MESSAGE
 from groupwise.jobs.fleet.queue import admission
@@ -85,9 +85,9 @@ def submit_all(
         if len(requests) == 1 or code == "idempotency_key_reused":  # concerns all of them
             raise
         index = len(accepted)
-        problem = FieldError(field=f"jobs.{index}", message=error.message[:LONGEST_MESSAGE])
+        problem, place = error.message[:LONGEST_MESSAGE], f"jobs.{index}"
         message = f"job {index + 1} of {len(requests)}: {error.message}"
-        raise Refusal(code, message, errors=[problem]) from error
+        raise Refusal(code, message, field=place, problem=problem) from error
     # Requirements that no machine meets may be mistyped, and the operator may have forgotten to start a dispatcher.
     unmet = unmet_requirements(session, [request.resources for request in requests])
     idle = "dispatcher" in status.missing_roles(session)

@@ -47,7 +47,7 @@ class OpenEnv:
         if unknown := {*args, *(eval_args or {})} - KNOWN:
             raise ValueError(f"args has {sorted(unknown)}; known are {', '.join(sorted(KNOWN))}")
         self._args = {"train": args, "eval": args if eval_args is None else eval_args}
-        self._apart = eval_args is not None
+        self._has_eval_args = eval_args is not None
         self._server: subprocess.Popen[bytes] | None = None
         self._sessions = asyncio.Semaphore(args.get("sessions", 1))
         self._url = name if "://" in name else self._start(name)
@@ -61,7 +61,8 @@ class OpenEnv:
         seeds = [
             seed
             for seed in range(args.get("episodes", EPISODES))
-            if self._apart or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == "eval")
+            if self._has_eval_args
+            or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == "eval")
         ]
         prompt = [{"role": "user", "content": args.get("instructions") or "Play."}]
         found = [
@@ -87,7 +88,7 @@ class OpenEnv:
         args = self._args[columns["split"]]
         result = await client.reset(seed=columns["episode_seed"], **args.get("reset", {}))
         tools = await self._tools(client) if self._action == "tools" else None
-        shown = self._told(result.observation, args)
+        shown = self._observation_text(result.observation, args)
         told = "\n\n".join(filter(None, (args.get("instructions"), shown))) or "Begin."
         messages: list[dict[str, Any]] = [{"role": "user", "content": told}]
         total, steps, stopped = float(result.reward or 0.0), 0, "done"
@@ -106,7 +107,9 @@ class OpenEnv:
                 result = await client.step(action)
                 total += float(result.reward or 0.0)
                 steps += 1
-                answers.append({**answer, "content": self._told(result.observation, args)})
+                answers.append(
+                    {**answer, "content": self._observation_text(result.observation, args)}
+                )
                 if result.done:
                     break
             messages += answers
@@ -156,7 +159,7 @@ class OpenEnv:
             for tool in listed
         ]
 
-    def _told(self, observation: dict[str, Any], args: dict[str, Any]) -> str:
+    def _observation_text(self, observation: dict[str, Any], args: dict[str, Any]) -> str:
         """What the policy is told of an observation."""
         field = args.get("observation")
         result = observation.get("result")

@@ -45,7 +45,7 @@ class TextArena:
             )
         self._name = name
         self._args = {TRAIN: args, HELD_OUT: args if eval_args is None else eval_args}
-        self._apart = eval_args is not None
+        self._has_eval_args = eval_args is not None
         self._players = {split: self._seats(args) for split, args in self._args.items()}
         return {"library": f"textarena {importlib.metadata.version('textarena')}", "repeats": True}
 
@@ -55,7 +55,8 @@ class TextArena:
         seeds = [
             seed
             for seed in range(episodes)
-            if self._apart or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == HELD_OUT)
+            if self._has_eval_args
+            or (seed % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == (split == HELD_OUT)
         ]
         seats = [(seed, seat) for seed in seeds for seat in range(self._players[split])]
         found = [
@@ -69,27 +70,29 @@ class TextArena:
         """One game to its end, all seats played by the policy."""
         columns = call["example"]["columns"]
         learner, split = columns["seat"], columns["split"]
-        chance = _Chance(columns["game_seed"])
-        with chance.own():
+        numbers = _RandomNumbers(columns["game_seed"])
+        with numbers.own():
             game = self._make(self._args[split])
             game.reset(num_players=self._players[split], seed=columns["game_seed"])
-        talks: dict[int, list[dict[str, Any]]] = {}
+        dialogues: dict[int, list[dict[str, Any]]] = {}
         ids: list[str] = []
         done = truncated = False
         while not done:
-            with chance.own():
+            with numbers.own():
                 seat, observation = game.get_observation()
-            talk = talks.setdefault(seat, [])
-            talk.append({"role": "user", "content": _told(observation, seat) or "Your turn."})
+            dialogue = dialogues.setdefault(seat, [])
+            dialogue.append(
+                {"role": "user", "content": _observation_text(observation, seat) or "Your turn."}
+            )
             try:
-                id, message = await groupwise_bridge.chat(call, talk)
+                id, message = await groupwise_bridge.chat(call, dialogue)
             except groupwise_bridge.Refused:
                 truncated = True
                 break
             move = message["content"] or ""
-            talk.append({"role": "assistant", "content": move})
+            dialogue.append({"role": "assistant", "content": move})
             ids += [id] if seat == learner else []
-            with chance.own():
+            with numbers.own():
                 done, _ = game.step(action=move)
         rewards, info = game.close() if done else ({}, {})
         about = (info or {}).get(learner) or {}
@@ -137,7 +140,7 @@ class TextArena:
         )
 
 
-class _Chance:
+class _RandomNumbers:
     """The random numbers of one game: games draw from the process's, which others that are played meanwhile would shift."""
 
     def __init__(self, seed: int) -> None:
@@ -169,7 +172,7 @@ def _take(states: tuple[Any, Any]) -> None:
         numpy_random.set_state(states[1])
 
 
-def _told(observation: Any, seat: int) -> str:
+def _observation_text(observation: Any, seat: int) -> str:
     """What a seat is told since its last turn, without its own moves."""
     if isinstance(observation, str):
         return observation

@@ -60,7 +60,7 @@ def load(name: str, args: dict[str, Any]) -> Any:
     """The environment, by the interface that the installed verifiers has."""
     import verifiers
 
-    return (_Functions if hasattr(verifiers, "load_environment") else _Tasksets)(name, args)
+    return (_Verifiers01 if hasattr(verifiers, "load_environment") else _Verifiers04)(name, args)
 
 
 class VerifiersAdapter:
@@ -81,7 +81,7 @@ class VerifiersAdapter:
             "train": train,
             "eval": load(name, eval_args) if eval_args is not None else train,
         }
-        self._has_eval = eval_args is not None
+        self._has_eval_args = eval_args is not None
         return {
             "library": f"verifiers {importlib.metadata.version('verifiers')}",
             "notes": train.notes,
@@ -90,7 +90,7 @@ class VerifiersAdapter:
 
     def examples(self, split: str, offset: int, limit: int) -> dict[str, Any]:
         """Examples of a split; none of `eval` if the environment does not say which."""
-        kind = split if split == "train" or not self._has_eval else "train"
+        kind = split if split == "train" or not self._has_eval_args else "train"
         rows = self._environments[split].rows(kind, offset, limit + 1)
         found = [
             {"prompt": prompt, "columns": {"example": offset + i, "split": split, **columns}}
@@ -102,7 +102,7 @@ class VerifiersAdapter:
         """Play one attempt."""
         columns = call["example"]["columns"]
         split = columns["split"]
-        kind = split if split == "train" or not self._has_eval else "train"
+        kind = split if split == "train" or not self._has_eval_args else "train"
         return await self._environments[split].play(kind, columns["example"], call)
 
     async def score(self, rollouts: list[str]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class VerifiersAdapter:
         }  # the environment of this split scores each alone
 
 
-class _Functions:
+class _Verifiers01:
     """An environment of verifiers 0.1.x."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class _Functions:
         await self._environment._teardown()
 
 
-class _Tasksets:
+class _Verifiers04:
     """An environment of verifiers 0.4: a taskset, and the agents that play it."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:

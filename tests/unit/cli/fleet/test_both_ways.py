@@ -254,7 +254,7 @@ def test_what_was_done_before_it_breaks_off_is_told(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("groupwise.api.schemas.fleet.MOST_CHANGED", 1)
-    monkeypatch.setattr(FleetClient, "hold_all", _until(jobs["waits"], FleetClient.hold_all))
+    monkeypatch.setattr(FleetClient, "change_all", _until(jobs["waits"], FleetClient.change_all))
     words = ("hold", jobs["held"], "job-none", jobs["waits"])
     code, _, err = ways.both(*words)
     assert (code, err.count("not done: ")) == (1, 1)
@@ -267,9 +267,9 @@ def test_what_was_done_before_it_breaks_off_is_told(
 
 
 def _until(last: str, change: Any) -> Any:
-    def changed(fleet: Any, ids: list[str]) -> Any:
+    def changed(fleet: Any, verb: str, ids: list[str], reason: str | None) -> Any:
         if last in ids:
             raise RunError("the fleet is away")
-        return change(fleet, ids)
+        return change(fleet, verb, ids, reason)
 
     return changed

@@ -1,16 +1,22 @@
 """Kernels of attention are chosen for a call, and not for the process. A GPU compares their results: `tests/gpu`."""
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.backends import cuda
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from groupwise.engine.learner.native import fused_attention
+from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.models import decoder as decoder_module
+from groupwise.engine.models import varlen
 from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native.weights import Shape
 from groupwise.engine.models.text_mask import TextMask
 from groupwise.engine.sampler.native import graph_engine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
@@ -79,3 +85,54 @@ def test_a_processor_keeps_its_own():
     before = switches()
     with pinned_kernels(torch.device("cpu"), one_key_head=True):
         assert switches() == before
+
+
+class Kernel(torch.autograd.Function):
+    """In place of a kernel of attention: its backward pass notes torch's mode, and may fail."""
+
+    modes: ClassVar[list[int]] = []
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return queries + keys + values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        Kernel.modes.append(torch.get_deterministic_debug_mode())
+        if Kernel.fails:
+            raise torch.OutOfMemoryError("no memory")
+        return gradients * 3
+
+
+@pytest.fixture
+def modes(monkeypatch) -> list[int]:
+    monkeypatch.setattr(Kernel, "modes", [])
+    kernel: Any = lambda *given, **_: Kernel.apply(*given[:3])  # noqa: E731
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: kernel)
+    return Kernel.modes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_gradient_of_packed_texts_is_deterministic(monkeypatch, modes, fails):
+    monkeypatch.setattr(Kernel, "fails", fails)
+    queries, keys, values = (torch.ones(3, 2, 8, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    refused = pytest.raises(torch.OutOfMemoryError) if fails else nullcontext()
+    with refused, pinned_kernels(GPU):
+        found = varlen.attention(queries, keys, values, (ends, ends), (3, 3)) * queries
+        assert torch.get_deterministic_debug_mode() == 0
+        found.sum().backward()
+        assert torch.get_deterministic_debug_mode() == 0
+    assert modes == [2]
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_the_gradient_of_padded_texts_is_deterministic(monkeypatch, modes):
+    monkeypatch.setattr(fused_attention, "_attention_output", Kernel.apply)
+    shape = Shape(hidden=16, heads=2, kv_heads=2, head_size=8, vocabulary=10, epsilon=1e-5)
+    (each,) = fused_attention.fused_attention(shape, [Texts(0, (3,))], torch.device("cpu"))
+    ones_NHD = torch.ones(3, 2, 8)
+    each.backward(torch.ones(3, 16), ones_NHD, ones_NHD, ones_NHD, torch.empty(3, 6, 8))
+    assert modes == [2]
+    assert torch.get_deterministic_debug_mode() == 0

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import bundled
+from groupwise.engine.models import gguf as gguf_module
 from groupwise.engine.models.adapters import meta_adapter, starting_config
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -191,3 +193,29 @@ def test_a_maker_that_fails_leaves_nothing(cache):
     with pytest.raises(RuntimeError, match="disk full"):
         bundled._make_cached(cache / "it", fail)
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_conversion_shows_its_progress_in_a_terminal_and_one_line_elsewhere(
+    monkeypatch, tmp_path, capsys, is_terminal
+):
+    def write(gguf: Path, folder: Path, show: Any) -> None:
+        show("step 1 of 4")
+        show("step 2 of 4")
+
+    monkeypatch.setattr("groupwise.engine.models.gguf.write_dequantised", write)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    bundled._convert_gguf(tmp_path / "m.gguf", tmp_path)
+    error = capsys.readouterr().err
+    assert error.startswith("\r\x1b[K" * is_terminal + "Making the model m ready")
+    assert ("step 2 of 4, 0 s" in error, error.count("\n")) == (is_terminal, 1 + is_terminal)
+
+
+def test_the_share_of_weights_that_are_converted_is_read_from_the_bar_of_transformers():
+    shown: list[str] = []
+    bar = gguf_module._Progress(shown.append)
+    for _ in tqdm(range(4), file=bar, mininterval=0):
+        pass
+    assert shown[0].startswith("step 2 of 4: 0 %")
+    assert shown[-1].startswith("step 2 of 4: 100 %")

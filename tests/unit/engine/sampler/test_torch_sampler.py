@@ -325,7 +325,7 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
 
         return fail
 
-    for owner, name in ((torch.nn.functional, "silu"), (NativeModel, "gated")):
+    for owner, name in ((torch.nn.functional, "silu"), (NativeModel, "swiglu")):
         monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
     groups = [request(0, 1), request(1, 1, "b"), request(2, 20)]
     failed = await asyncio.wait_for(

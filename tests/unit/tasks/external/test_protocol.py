@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.tasks.external.protocol import MAX_NOTES, InvalidAnswer, played_of
+from groupwise.tasks.external.protocol import MAX_NOTES, InvalidAnswer, parse_attempt_result
 
 ONE = {"name": "r", "value": 1}
 
@@ -36,12 +36,12 @@ def nested(levels: int) -> Any:
 )
 def test_an_answer_that_cannot_be_used_is_refused(answer: Any):
     with pytest.raises(InvalidAnswer):
-        played_of(answer, {"a1": None})
+        parse_attempt_result(answer, {"a1": None})
 
 
 def test_names_that_are_taken_and_odd_characters_are_kept_apart():
     answer = {"rewards": [ONE], "metrics": {"r": 2.0}, "stopped": "\ud800", "notes": {"seat": 1}}
-    played = played_of(answer, {"a1": None})
+    played = parse_attempt_result(answer, {"a1": None})
     assert [(part.name, part.value, part.weight) for part in played.parts] == [
         ("r", 1.0, 1.0),
         ("metric/r", 2.0, 0.0),

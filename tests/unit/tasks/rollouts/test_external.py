@@ -103,7 +103,6 @@ async def test_only_what_the_environment_names_teaches(does: str):
         ("lies_about_ids", "failed", "no id of a completion"),
         ("lies_about_numbers", "failed", "expected a finite number"),
         ("lies_about_infinity", "failed", "`r` is nan; expected a finite number"),
-        ("quotes_an_encyclopedia", "failed", "rollout.max_rollout_length"),
         ("never_asks", "failed", "without asking the policy"),
         ("babbles", "failed", "cannot be read"),
         ("sleeps", "timed_out", "rollout.max_seconds"),
@@ -148,12 +147,23 @@ async def test_a_long_path_for_temporary_files_is_no_obstacle(
     assert rollout.outcome == "pending", rollout.reason
 
 
-async def test_a_process_that_ends_at_once_ends_the_run_with_its_last_output():
-    program = replace(PROGRAM, command=(sys.executable, "-c", "import nonesuch"))
-    rollouts = ExternalRollouts(program, TOKENIZER, LIMITS)
-    with pytest.raises(
-        EnvironmentWorkerError, match=r"(?s)exit code 1.*No module named 'nonesuch'"
-    ):
+@pytest.mark.parametrize(
+    ("code", "start_limit", "said"),
+    [
+        ("import nonesuch", 60.0, r"(?s)exit code 1.*No module named 'nonesuch'"),
+        (
+            "import time; time.sleep(100)",
+            0.3,
+            r"not ready within 0\.3 s; raise rollout\.start_limit",
+        ),
+    ],
+)
+async def test_a_process_that_does_not_start_ends_the_run_with_the_reason(
+    code: str, start_limit: float, said: str
+):
+    program = replace(PROGRAM, command=(sys.executable, "-c", code))
+    rollouts = ExternalRollouts(program, TOKENIZER, replace(LIMITS, start_limit=start_limit))
+    with pytest.raises(EnvironmentWorkerError, match=said):
         await rollouts.start()
     await rollouts.close()
 
@@ -189,7 +199,9 @@ async def test_limits_cut_an_attempt_off():
     async with playing() as play:
         (refused,) = await play("endless")
         (scored,) = await play("endless_but_scored")
+        (flooded,) = await play("quotes_an_encyclopedia")
     assert (refused.outcome, "rollout.max_turns" in str(refused.reason)) == ("failed", True)
+    assert "rollout.max_rollout_length" in str(flooded.reason)
     assert (scored.outcome, scored.ended_by, scored.written) == ("pending", "turns", 4 * 7)
     prompt = len(
         TOKENIZER.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)["input_ids"]

@@ -13,6 +13,7 @@ from transformers.trainer_utils import SchedulerType
 
 from groupwise.core.errors import UsageError
 from groupwise.core.findings import Report
+from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
 from groupwise.training.checks.foreign_config import ALIASES
 from groupwise.training.checks.foreign_names import SCHEDULES
@@ -160,7 +161,7 @@ def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_it
     assert (config["model"]["name"], config["lora"]) == ("Qwen/Q", {"r": 8, "alpha": 4})
     rewards = ["think_format", "my_rewards:polite", "a.py:own", "length"]
     assert config["rewards"]["reward_funcs"] == rewards
-    lost = "**more,epsilon,lora_r,GRPOConfig of line 15,GRPOTrainer argument 5,command line"
+    lost = "**more,epsilon,r,GRPOConfig of line 15,GRPOTrainer argument 5,command line"
     assert told(report) == {*lost.split(","), "reward_funcs", "train_dataset"}
     said = " ".join(finding.measured for finding in report.findings)
     assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
@@ -174,7 +175,7 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
     overlong = {"name": "overlong", "max_length": 1280, "cache": 256}
     assert config["rewards"]["reward_funcs"] == ["a.b:f", overlong]
-    lost = "model_name_or_path num_generations save_steps max_steps beta adam_beta1"
+    lost = "model num_generations save_steps max_steps beta adam_beta1"
     assert told(report) == set(lost.split())
 
 
@@ -242,6 +243,71 @@ def test_the_data_of_a_python_file(rows: str, data: dict[str, Any] | None, lost:
     assert config.get("data") == data
     assert told(report) == ({"train_dataset"} if lost else set())
     assert ("--task-module" in str(report.details["next"])) == (data is None)
+
+
+MAPPED = """
+from __future__ import annotations
+from datasets import load_dataset
+import re  # for the numbers
+from trl import GRPOConfig, GRPOTrainer
+SYSTEM = "Think."
+def number(text): return re.findall(r"[0-9]+", text)[-1]
+def get_rows(split="train"):
+    rows = load_dataset("a/b", "main")[split]
+    rows = rows.filter(lambda row: row["level"] < 3)
+    return rows.map(lambda x: {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": x["q"]}],
+                               "answer": number(x["a"])}, remove_columns=["a"])
+def right(completions, answer, **kwargs):
+    return [float(number(c) == a) for c, a in zip(completions, answer)]
+rows = get_rows()
+trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), rows, peft_config=LoraConfig(r=4))
+trainer.train()
+"""
+
+
+def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_module_that_does_not() -> (
+    None
+):
+    config, report = made("a.py", MAPPED)
+    pipeline = "a-groupwise.py:process_row"
+    assert config["data"] == {
+        "dataset_name": "a/b", "dataset_config": "main", "preprocessing_pipeline": pipeline,
+    }  # fmt: skip
+    assert config["rewards"] == {"reward_funcs": ["a-groupwise.py:right"]}
+    assert told(report) == set()
+    assert "# From r of a.py." in Path("a-groupwise.yaml").read_text()
+    copied = Path("a-groupwise.py").read_text()
+    assert "import re  # for the numbers" in copied
+    assert "trl" not in copied
+    row = load("a-groupwise.py:process_row").object({"q": "2+3?", "a": "it is 5", "level": 1})
+    assert [message["content"] for message in row.pop("prompt")] == ["Think.", "2+3?"]
+    assert row == {"q": "2+3?", "answer": "5", "level": 1}
+    assert load(pipeline).object({"q": "", "a": "", "level": 3}) is None
+    assert load("a-groupwise.py:right").object(completions=["5"], answer=["5"]) == [1.0]
+    with pytest.raises(UsageError, match=r"a-groupwise\.yaml exists"):
+        init_from(Path("a.py"))
+    with pytest.raises(UsageError, match=r"a\.py, where .* exists and is kept"):
+        init_from(Path("a.py"), out=Path("a.yaml"), force=True)
+    assert Path("a.py").read_text() == MAPPED
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("level", "limit"), ("remove_columns=", "batched=True, remove_columns="), ("rows.map", "rows.cast(x).map"),
+    ("number(x", "split(x"),
+])  # fmt: skip
+def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
+    before: str, after: str
+) -> None:
+    """The first stays as it is, for the comparison."""
+    text = MAPPED.replace(before, after).replace("trainer.train()", "")
+    config, report = made("a.py", text)
+    is_copied = before == "level"
+    assert ("preprocessing_pipeline" in config["data"]) == is_copied
+    assert told(report) == (set() if is_copied else {"train_dataset"})
+    assert ("data.preprocessing_pipeline=" in report.details["next"][0]) != is_copied
+    assert config["rewards"]["reward_funcs"] == [
+        "a-groupwise.py:right" if is_copied else "a.py:right"
+    ]
 
 
 def test_held_out_rows_and_the_system_prompt_of_a_python_file() -> None:

@@ -98,7 +98,7 @@ def varlen_attn(
     key_ends: Tensor,
     *_: int,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
     scale: float | None,
 ) -> Tensor:
     """What torch's function of this name computes on a GPU: the last query of each text sees its last key."""

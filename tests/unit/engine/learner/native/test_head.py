@@ -54,15 +54,15 @@ def by_graph(model, residual_NH, wanted: Targets):
     return plain_numbers(Decoder(model).logits(model.model.norm(residual_NH)), wanted)
 
 
-def head_numbers(logits_CV, temperatures_C, targets_C, *, gradient, slopes_CV):
+def head_numbers(logits_CV, temperatures_C, targets_C, *, gradient, entropy_CV):
     """What the kernel of this name computes on a GPU; `tests/device_checks.py` holds that against torch."""
     scaled = logits_CV / temperatures_C[:, None]
     p, normaliser = scaled.softmax(-1), scaled.logsumexp(-1)
     logs = torch.where(p > 0, scaled - normaliser[:, None], 0.0)
     entropies = -(p * logs).sum(-1)
     if gradient:
-        if slopes_CV is not None:
-            slopes_CV.copy_(p * (logs + entropies[:, None]))
+        if entropy_CV is not None:
+            entropy_CV.copy_(p * (logs + entropies[:, None]))
         logits_CV.copy_(p)
         if targets_C is not None:
             logits_CV[torch.arange(len(p)), targets_C] -= 1

@@ -121,6 +121,21 @@ def test_a_recording_goes_with_the_cache_that_it_reads():
     assert graph.recordings == 2
 
 
+@torch.inference_mode()
+def test_rows_of_a_prompt_share_its_pages():
+    engine = engine_of(ServedModel(family("llama")), run_eagerly)
+    free = len(engine._free)
+    prompt = engine.prefill(text(100).tolist())
+    rows = [engine.add_row(prompt) for _ in range(4)]
+    assert free - len(engine._free) == 2, "of 64 tokens each"
+    engine.decode([3, 4, 5, 6])
+    assert free - len(engine._free) == 2 + 4, "and one of each row's own"
+    engine.remove_rows(rows[:3])
+    assert free - len(engine._free) == 2 + 1
+    engine.remove_rows(rows[3:])
+    assert len(engine._free) == free
+
+
 def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
     graph = FakeCudaGraph()
     engine = engine_of(ServedModel(family("llama")), graph)

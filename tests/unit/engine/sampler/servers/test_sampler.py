@@ -101,7 +101,7 @@ async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learne
 async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner, server):
     """Neither reading nor hashing ends before the loop says so; a fingerprint is asked for at each step, and computed once."""
     sampler = server_sampler([server.url], learner)
-    witness: Any = sampler._witness
+    local_policy: Any = sampler._local_policy
     goes_on, hashed = threading.Event(), []
 
     def wait(call, *arguments):
@@ -109,8 +109,8 @@ async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner,
         hashed.append(call)
         return call(*arguments)
 
-    witness.read = partial(wait, witness.read)
-    witness.fingerprint = partial(wait, witness.fingerprint)
+    local_policy.read = partial(wait, local_policy.read)
+    local_policy.fingerprint = partial(wait, local_policy.fingerprint)
     loading = asyncio.create_task(sampler.load(policy := await learner.publish(0)))
     await asyncio.sleep(0)
     goes_on.set()
@@ -170,7 +170,7 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     with pytest.raises(UsageError, match="holds all weights"):
         await sampler.load(replace(policy, kind="full"))
     for_models = server_sampler(
-        [server.url], learner, sync=WholeWeights("tiny", "files", sampler._witness, timeout=1)
+        [server.url], learner, sync=WholeWeights("tiny", "files", sampler._local_policy, timeout=1)
     )
     with pytest.raises(UsageError, match="holds an adapter, but lora is null"):
         await for_models.load(policy)

@@ -65,7 +65,7 @@ async def test_a_prompt_has_the_log_probabilities_of_the_weights_here(pair):
     await sampler.load(await learner.publish(0))
     prompt = request().prompt_ids
     found = await sampler.prompt_logprobs(prompt, 3)
-    (expected,) = sampler._witness.logprobs([(prompt[:1], prompt[1:])], (1.0,))
+    (expected,) = sampler._local_policy.logprobs([(prompt[:1], prompt[1:])], (1.0,))
     assert found.logprobs == pytest.approx(expected, abs=1e-5)
     assert [len(best) for best in found.top_logprobs] == [3] * (len(prompt) - 1)
 

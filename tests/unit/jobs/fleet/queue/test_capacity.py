@@ -174,3 +174,18 @@ def test_why_a_job_waits(database: Database) -> None:
     assert explain(database, "r0")[0].endswith(" s; its last attempt ended: exit code 1")
     finish(database, "r1")
     assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]
+
+
+def test_a_job_does_not_wait_for_itself_but_for_its_machine_to_confirm(database: Database) -> None:
+    add_machine(database, "vm-1")
+    submit(database, "job", gpus=0)
+    assert claimed_ids(database) == ["job"]
+    ended = "state = 'ended', outcome = 'failed', failure_class = 'network', ended_at = 1"
+    execute(database, f"UPDATE attempts SET {ended}")
+    execute(database, "UPDATE jobs SET status = 'queued'")
+    (reason,) = explain(database, "job")
+    assert "vm-1 has not confirmed" in reason
+    submit(database, "other", gpus=0)
+    assert explain(database, "other") == ["vm-1: its CPU slot is taken"]
+    execute(database, "UPDATE reservations SET released_at = 2")
+    assert explain(database, "job") == ["there is room for it, and it is the next in the queue"]

@@ -1,4 +1,7 @@
-"""Computes log-probabilities under the published weights, read from the same files, over the base that the learner has in memory."""
+"""The policy that servers must serve, in the memory of this process: the learner's base with the published weights, read from the files.
+
+The sampler compares the servers' log-probabilities with its own, and servers that take weights from memory get them from here.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class Witness:
-    """A `groupwise.engine.sampler.servers.probe.PolicyWitness` over weights in this process."""
+class TorchPolicy:
+    """A `groupwise.engine.sampler.servers.probe.LocalPolicy` over a model of torch."""
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights

@@ -48,7 +48,12 @@ def _gradients(result: LossResult, batch: TokenBatch) -> tuple[torch.Tensor, tor
 
 @st.composite
 def algorithms(draw: st.DrawFn) -> Algorithm:
-    return make(draw(st.sampled_from(sorted(ALGORITHMS))), draw(st.sampled_from(KNOBS)))
+    return with_rewards(draw(st.sampled_from(sorted(ALGORITHMS))), draw(st.sampled_from(KNOBS)))
+
+
+def with_rewards(name: str, knobs: dict[str, Any]) -> Algorithm:
+    """The algorithm, which learns from rewards whatever else it learns from."""
+    return make(name, {**knobs, **({"reward_weight": 1.0} if name == "distillation" else {})})
 
 
 @st.composite
@@ -148,7 +153,7 @@ def test_garbage_outside_the_mask_has_no_effect(
 def test_batch_without_a_trained_token_is_zero(name: str) -> None:
     for knobs in KNOBS:
         for rows in (0, 2):
-            _assert_zero(make(name, knobs), rows)
+            _assert_zero(with_rewards(name, knobs), rows)
 
 
 def _assert_zero(algorithm: Algorithm, rows: int) -> None:
@@ -288,11 +293,10 @@ def test_in_the_first_update_the_policy_is_the_proximal_one(name: str, drawn: To
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
-    rewarded = {"reward_weight": 1.0} if name == "distillation" else {}
     plain = make(name, {"dynamic_sampling": False})
     assert plain.resample_rounds == 0
     assert plain.accepts(group(1.0, 1.0))
-    choosy = make(name, {"dynamic_sampling": True, "max_resample_rounds": 4, **rewarded})
+    choosy = with_rewards(name, {"dynamic_sampling": True, "max_resample_rounds": 4})
     assert choosy.resample_rounds == 4
     assert choosy.accepts(group(0.0, 1.0))
     assert choosy.accepts(group(0.0, 1.0, None)), "a failed member costs its group nothing"

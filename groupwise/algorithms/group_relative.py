@@ -27,7 +27,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from groupwise.algorithms import kl, ops
 from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
@@ -289,7 +289,8 @@ class GroupRelative(NeedsNothing, ABC):
                 f"{self.name}: `advantages` returned tuples of {found} values for groups of {expected} rollouts; return a tuple for each "
                 "group, with a value for each of its rollouts, None for those that were not scored."
             )
-        for value in (value for values in advantages for value in values if value is not None):
+        given: list[Any] = [value for values in advantages for value in values if value is not None]
+        for value in given:
             if not isinstance(value, float | int) or not math.isfinite(value):
                 raise ValueError(
                     f"{self.name}: `advantages` returned {value!r}; expected a finite float, or None for a rollout that was not scored."
