@@ -70,7 +70,11 @@ class TransformersEngine:
             whole_groups=sharing and self._takes_many_texts(),
         )
         if gradient_checkpointing:
-            weights.model.activation_checkpointing_enable({"use_reentrant": False})
+            model: Any = weights.model
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            if enable is None:  # the name before transformers 5.23, which warns since then
+                enable = model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         self._layers = [
             module
             for module in weights.model.modules()

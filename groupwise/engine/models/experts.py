@@ -135,7 +135,8 @@ def _output(layer: Any, product: Callable[[str, Tensor], Tensor], x_AH: Tensor) 
     inner = product("gate_up_proj" if layer.has_gate else "up_proj", x_AH)
     inner = layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner)
     y_AH = product("down_proj", inner)
-    return layer.post_expert_norm(y_AH) if layer.has_post_expert_norm else y_AH
+    # Older releases of transformers have no such norm.
+    return layer.post_expert_norm(y_AH) if getattr(layer, "has_post_expert_norm", False) else y_AH
 
 
 class _OneExpert:

@@ -1,5 +1,6 @@
 """Models with a state: decoded token by token they give the logits of a whole pass, and they learn by whole rows."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -73,6 +74,8 @@ def row(prompt: int, end: int) -> Row:
 
 @pytest.fixture(params=CONFIGS)
 def model(request) -> Any:
+    if request.param == "nemotron_h" and version("transformers") < "5.23":
+        pytest.skip("older releases name its kinds of layers otherwise")
     return made(CONFIGS[request.param](), noise=0.05).requires_grad_(False)
 
 
