@@ -43,7 +43,7 @@ setup: ## make .venv with all that training, tests and checks need
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
-	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
+	$(READY) && $(BIN)/python -m benchmarks.tour $(ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-runs, test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm, test-environments and test-web
 	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not fleet and not launch and not server and not tunix and not soak and not gpu" $(ARGS)
 test-runs: ## run the tests of whole runs: commands that train, are killed, resume and learn

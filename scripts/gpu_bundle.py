@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PYPROJECT = ROOT / "pyproject.toml"
 FOLDER = ROOT / "build" / "gpu"
-UNUSED = re.compile("numba|datasets|pyarrow|llguidance|reasoning-gym")
+UNUSED = re.compile("numba|datasets|pyarrow|llguidance")
 WITH_TORCH = re.compile(r"(torch|triton|numpy|sympy|networkx|setuptools|nvidia-.*|cuda-.*)==")
 TEST_TOOLS = re.compile("pytest|hypothesis")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")

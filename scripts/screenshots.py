@@ -11,10 +11,11 @@ import argparse
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -64,13 +65,13 @@ class Album:
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
-def of_runs(album: Album, run: str, other: str, rollout: str, draw: int) -> None:
+def of_runs(album: Album, run: str, other: str, draw: int) -> None:
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
     album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
-    album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/0.0", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")
@@ -86,6 +87,13 @@ def train_missing(runs: Path, *names: str) -> None:
             subprocess.run([*command, "--task-module", TASK, *values], check=True)
 
 
+def group_with_signal(run: Path) -> int:
+    """The newest group of which about half the members are good."""
+    order = "ORDER BY abs(advantage - 0.5), step DESC LIMIT 1"
+    with closing(sqlite3.connect(run / "run.db")) as record:
+        return record.execute(f"SELECT draw FROM rollouts {order}").fetchone()[0]
+
+
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Headers with the key of a training server, where it has one."""
     key = environment.get("GROUPWISE_API_KEY")
@@ -98,8 +106,6 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("build/screenshots"))
     parser.add_argument("--run", default="quickstart")
     parser.add_argument("--other", default="quickstart-2", help="the run to compare with")
-    parser.add_argument("--rollout", default="0.0", help="whose tokens are shown: DRAW.MEMBER")
-    parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
     parser.add_argument("--fleet", help="folder or address")
     parser.add_argument("--job", help="of the fleet")
     parser.add_argument(
@@ -113,7 +119,7 @@ def main() -> None:
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
         desk = Album(browser.new_page(viewport=DESK), address)
-        of_runs(desk, given.run, given.other, given.rollout, given.draw)
+        of_runs(desk, given.run, given.other, group_with_signal(given.runs / given.run))
         if given.fleet:
             desk.take("fleet", "/fleet")
             desk.take("job", f"/fleet/jobs/{quote(given.job)}")

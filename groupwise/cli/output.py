@@ -18,13 +18,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any, BinaryIO, TextIO, cast
 
 import typer
 
 from groupwise.core.atomic_files import without_nan
-from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.extras import extra_of, not_installed
 from groupwise.core.terminal.text import clean
 from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
@@ -34,23 +34,9 @@ _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\u
 """Characters that control a terminal but that JSON need not escape, and lone surrogates, which cannot be encoded."""
 
 
-_CPU_TORCH = (
-    ". Without a GPU, install the CPU build of torch first, which is much smaller: "
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu"
-)
-
-
 def collect_seldom() -> None:
     """Collect garbage rarely, in commands that make no run: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(10_000, 10, 10)
-
-
-def require_packages(subject: str, extra: str, *packages: str, advice: str = "") -> None:
-    """Raise UsageError unless the packages are installed that `subject` needs; `extra` of groupwise brings them."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise UsageError(f"{subject} needs {names}: pip install '{PROGRAM}[{extra}]'.{advice}")
 
 
 def write_json(data: Any) -> None:
@@ -159,13 +145,8 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if not package or importlib.util.find_spec(package) is not None:
         return None
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for requirement in importlib.metadata.requires(PROGRAM) or ():
-            found = re.match(r"([\w.-]++)[^;]*+;.*extra == ['\"]([\w-]+)", requirement)
-            if found and found[1].replace("-", "_") == package and found[2] != "dev":
-                remedy = f"This needs {package}, which is not installed: pip install '{PROGRAM}[{found[2]}]'"
-                return remedy + (_CPU_TORCH if found[2] == "train" else ".")
-    return None
+    extra = extra_of(package)
+    return None if extra is None else not_installed("This", extra, package)
 
 
 class Stopped(Exception):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.terminal.quantities import parse_size
 
 if TYPE_CHECKING:
@@ -39,12 +40,9 @@ def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
     are not expanded from this process's environment."""
     from_files: dict[str, str] = {}
     for path in files:
-        try:
-            from dotenv import dotenv_values
-        except ImportError:
-            raise UsageError(
-                "--env-file is read by python-dotenv, which is not installed: pip install 'groupwise[launch]' brings it."
-            ) from None
+        require_packages("--env-file", "launch", "dotenv")
+        from dotenv import dotenv_values
+
         try:
             text = path.expanduser().read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -86,7 +86,7 @@ def serve(
 def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
 
-    from groupwise.cli.output import require_packages
+    from groupwise.core.extras import require_packages
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)

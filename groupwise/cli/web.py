@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli.options import flag, option
-from groupwise.cli.output import require_packages, say
+from groupwise.cli.output import say
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.dashboard.sources.fleet import WatchedFleet

@@ -7,7 +7,6 @@ have the same rows, except that NaN and infinities, which JSON does not have, ar
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.core import atomic_files
-from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -33,8 +32,8 @@ ROWS_AT_ONCE = 512
 
 def check_can_write(to: RecordFormat) -> None:
     """UsageError if the package that writes this format is not installed."""
-    if to == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("Parquet needs the package pyarrow: pip install 'groupwise[train]'.")
+    if to == "parquet":
+        require_packages("Parquet", "train", "pyarrow")
 
 
 def steps_of(store: Store) -> int:

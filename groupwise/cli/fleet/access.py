@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.options import option
-from groupwise.cli.output import require_packages, say
+from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.terminal.quantities import byte_size
 from groupwise.core.terminal.text import one_line, shorten
 

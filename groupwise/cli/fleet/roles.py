@@ -9,8 +9,9 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet, place_of
 from groupwise.cli.options import AsJson, option
-from groupwise.cli.output import require_packages, say, write_json
+from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.api.serve import Address

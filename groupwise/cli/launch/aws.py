@@ -9,8 +9,9 @@ from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import LaunchOptions, RentalOptions
 from groupwise.cli.launch.placing import launch
 from groupwise.cli.options import flag, option
-from groupwise.cli.output import require_packages, say
+from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 
 
 def aws(

@@ -12,8 +12,8 @@ import typer
 
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.options import option
-from groupwise.cli.output import require_packages
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan

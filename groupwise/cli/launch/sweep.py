@@ -9,8 +9,9 @@ import typer
 
 from groupwise.cli.launch.watch import call_backend
 from groupwise.cli.options import AsJson, DryRun, option
-from groupwise.cli.output import require_packages, say, write_json
+from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend

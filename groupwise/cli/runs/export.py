@@ -71,8 +71,8 @@ def export(
             raise UsageError(
                 "--html writes one file for people: of the other options only --dir, --force and --json go with it."
             )
-        from groupwise.cli.output import require_packages
         from groupwise.cli.web import DASHBOARD_PACKAGES
+        from groupwise.core.extras import require_packages
 
         require_packages("The dashboard", "web", *DASHBOARD_PACKAGES)
         from groupwise.dashboard.runs.one_file import write_one_file

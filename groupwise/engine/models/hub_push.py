@@ -22,6 +22,7 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.hub_errors import TOKEN_ELSEWHERE
 from groupwise.runs.folder import FINAL
 
@@ -202,13 +203,10 @@ def _note_commit(run: Path, target: Target, commit: str) -> None:
 
 
 def _hub_api() -> Any:
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import disable_progress_bars
-    except ImportError as error:
-        raise UsageError(
-            "The hub needs the package huggingface_hub: pip install 'groupwise[train]'."
-        ) from error
+    require_packages("The hub", "train", "huggingface_hub")
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
     disable_progress_bars()
     return HfApi()
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.types import CallGrammar
 from groupwise.engine.sampler.call_grammars import arguments_schema, call_grammar, count_schemas
 
@@ -82,12 +83,9 @@ def compile_schema(schema: str) -> str:
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise UsageError(
-            "A JSON schema is enforced by the package llguidance, which is not installed: pip install 'groupwise[train]'."
-        ) from None
+    require_packages("Enforcing a JSON schema", "train", "llguidance")
+    import llguidance
+
     return llguidance
 
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any, TypeVar
 
-from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.loopback import METADATA_SERVICE, no_proxy_variables
 from groupwise.core.retry import Backoff
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
@@ -437,10 +437,8 @@ class Ec2:
 
 def _import_boto(module: str) -> Any:
     """Import a module of boto3, only at the first call to AWS. Raises UsageError if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.") from None
+    require_packages("AWS", "launch,aws", module.partition(".")[0])
+    return import_module(module)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.settings.credentials import holds_secret
 from groupwise.core.terminal.quantities import byte_size, counted
 from groupwise.core.terminal.text import one_line
@@ -516,14 +517,10 @@ def _looks_secret(file: Path) -> bool:
 @cache
 def _secret_patterns() -> tuple[re.Pattern[str], ...]:
     """detect-secrets' patterns for tokens of services."""
-    try:
-        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-        from detect_secrets.plugins.base import RegexBasedDetector
-    except ImportError:
-        raise UsageError(
-            "--project-dir looks for credentials with detect-secrets, which is not installed: pip install 'groupwise[launch]' brings it. "
-            "Nothing was sent."
-        ) from None
+    require_packages("--project-dir", "launch", "detect_secrets", advice=" Nothing was sent.")
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    from detect_secrets.plugins.base import RegexBasedDetector
+
     rules: list[Any] = [
         rule
         for kind in get_mapping_from_secret_type_to_class().values()

@@ -252,7 +252,7 @@ def _import_package() -> Any:
         except ImportError as missing:
             raise ValueError(
                 "the package reasoning-gym is needed and cannot be imported "
-                f"({missing}): pip install 'groupwise[train]'"
+                f"({missing}): pip install 'groupwise[reasoning-gym]'"
             ) from missing
     return cast("Any", factory)
 

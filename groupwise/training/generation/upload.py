@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.extras import require_packages
 from groupwise.training.generation.results import GENERATIONS, TRAIN
 
 CARD = f"""---
@@ -76,12 +77,9 @@ def _hub() -> Any:
 
 @contextmanager
 def _converting_hub_errors(kind: type[EndpointError | UsageError], failure: str) -> Generator[None]:
-    try:
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-    except ImportError as error:
-        raise UsageError(
-            "The hub needs the package huggingface_hub: pip install 'groupwise[train]'."
-        ) from error
+    require_packages("The hub", "train", "huggingface_hub")
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
     try:
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:

@@ -19,13 +19,13 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.extras import require_packages
 from groupwise.core.loopback import no_proxy_variables
 from groupwise.core.plugins import nearest
 from groupwise.training.suites import inside_lighteval
@@ -153,10 +153,7 @@ def find_program(program: Sequence[str] = ()) -> tuple[str, ...]:
             f"or\n  pipx install {main_package} && pipx inject lighteval {' '.join(extra_packages)}\n"
             f"Where it is not on the PATH, --program or the environment variable {PROGRAM_VARIABLE} says how it is run."
         )
-    if find_spec("pyarrow") is None:
-        raise UsageError(
-            "What lighteval leaves is read with the package pyarrow: pip install 'groupwise[train]'."
-        )
+    require_packages("Reading lighteval's results", "train", "pyarrow")
     return (os.path.abspath(executable), *words[1:])
 
 

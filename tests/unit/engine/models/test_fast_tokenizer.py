@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,10 @@ from groupwise.engine.models.fast_tokenizer import FastTokenizer, read_fast_toke
 from groupwise.engine.models.template_program import run_template
 from tests.chat import SPECIAL, TEMPLATES, chat_tokenizer
 
+NEWER = pytest.mark.skipif(
+    version("transformers") < "5.23",
+    reason="older releases render thoughts and namespaces otherwise; templates are run as by newer ones",
+)
 TEXTS = ("", "Two and two?", "<|im_start|>user\n", "größer 日本語 🙂\u200b", " a  b\n\n\tc ")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, "ü"]}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "<Adds> & 'more'"}}
@@ -97,6 +102,7 @@ def test_what_it_knows_of_its_tokens(pair):
     assert untouched(again)
 
 
+@NEWER
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 @pytest.mark.parametrize("family", [None, *SPECIAL])
@@ -116,6 +122,7 @@ def test_chats(pair, family, tools, messages):
     assert untouched(fast)
 
 
+@NEWER
 @pytest.mark.parametrize(
     "template",
     [

@@ -1,5 +1,6 @@
 """Models with a state: decoded token by token they give the logits of a whole pass, and they learn by whole rows."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.forward import Paths, choose_paths
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
-from groupwise.engine.sampler.row_engine import RowEngine
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
+from groupwise.engine.sampler.transformers_engines import RowEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
@@ -72,6 +74,8 @@ def row(prompt: int, end: int) -> Row:
 
 @pytest.fixture(params=CONFIGS)
 def model(request) -> Any:
+    if request.param == "nemotron_h" and version("transformers") < "5.23":
+        pytest.skip("older releases name its kinds of layers otherwise")
     return made(CONFIGS[request.param](), noise=0.05).requires_grad_(False)
 
 

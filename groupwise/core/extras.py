@@ -1,0 +1,59 @@
+"""Packages that only some commands need: which extra of Groupwise brings them, and what to type if they are not installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from groupwise.core.errors import UsageError
+
+DISTRIBUTION = "groupwise"
+CPU_TORCH = "torch --index-url https://download.pytorch.org/whl/cpu"
+
+
+def require_packages(subject: str, extra: str, *packages: str, advice: str = "") -> None:
+    """Raise UsageError unless the packages are installed that `subject` needs.
+
+    `extra` of groupwise brings them: one or several, as in `pip install 'groupwise[launch,aws]'`.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(not_installed(subject, extra, *missing) + advice)
+
+
+def not_installed(subject: str, extra: str, *packages: str) -> str:
+    """The message for a user who lacks these packages: how to install the extra that brings them."""
+    verb, pip = "is" if len(packages) == 1 else "are", _pip_install()
+    message = (
+        f"{subject} needs {' and '.join(packages)}, which {verb} not installed: "
+        f"{pip} '{DISTRIBUTION}[{extra}]'."
+    )
+    if "train" in extra and importlib.util.find_spec("torch") is None:
+        message += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
+    return message
+
+
+def _pip_install() -> str:
+    """The command that adds packages to this environment; pipx and `uv tool` hide theirs from pip, and note their settings in it."""
+    environment = Path(sys.prefix)
+    if (environment / "pipx_metadata.json").is_file():
+        return f"pipx runpip {DISTRIBUTION} install"
+    if (environment / "uv-receipt.toml").is_file():
+        return f"uv pip install --python {environment}"
+    return "pip install"
+
+
+def extra_of(package: str) -> str | None:
+    """The extra that brings this package to users; None if none does."""
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:  # a copy of the source that was not installed
+        return None
+    for requirement in requirements:
+        found = re.match(r"([\w.-]++)[^;]*+;.*extra == ['\"]([\w-]+)", requirement)
+        if found and found[1].replace("-", "_") == package and found[2] != "dev":
+            return found[2]
+    return None
