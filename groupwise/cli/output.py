@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import os
