@@ -36,7 +36,8 @@ from groupwise.engine.learner.gradient_flow import native_computations, slope
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.machine import prepare_process
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import native_model

@@ -80,7 +80,7 @@ def theirs(overrides: tuple[str, ...], seed: int) -> Curve:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from groupwise.engine.models.lora import new_lora_config
+    from groupwise.engine.models.lora_config import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
     config = load_config(CONFIG, [*overrides, f"training.seed={seed}"]).config
@@ -112,7 +112,7 @@ def theirs(overrides: tuple[str, ...], seed: int) -> Curve:
             args=settings(config, folder, reward_weights=list(weights), logging_steps=1),
             train_dataset=Dataset.from_list(drawn(task["get_rl_dataset"]({"task": {}}), config)),
             processing_class=tokenizer,
-            peft_config=new_lora_config(config.lora),
+            peft_config=new_lora_config(config.lora).as_peft(),
             callbacks=[Kept()],
         )
         trainer.train()

@@ -44,7 +44,9 @@ from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
+from groupwise.engine.models.lora_layers import ExactLoraLinear
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.models.tokens import prompt_ids
 from groupwise.engine.sampler.weights import ServedAdapter

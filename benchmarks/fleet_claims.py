@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import func, insert, literal, select, text, update
 from sqlalchemy.orm import Session
 
 from benchmarks.fleet_dispatch import looked_at_rarely, some_database
@@ -126,7 +126,7 @@ def measure(url: str, jobs: int = JOBS, machines: int = MACHINES, count: int = R
         freeze_imported_objects()
         filled, filled_processor = timed(lambda: fill(database))
         attempts = database.read(lambda s: s.scalar(select(func.count()).select_from(Attempt)))
-        attempts -= machines - MACHINES
+        attempts = (attempts or 0) - (machines - MACHINES)
         analyse(database)
         show("waiting", waiting(database))
         _, queued, _, _ = rounds(database, count)
@@ -208,7 +208,7 @@ def occupy(session: Session, names: Sequence[str]) -> None:
     )
     held = insert(Reservation).from_select(
         ["vm_id", "gpu_id", "epoch", "rank", "reserved_at"],
-        select(Member.vm_id, GPU.gpu_id, Member.epoch, Member.rank, now)
+        select(Member.vm_id, GPU.gpu_id, Member.epoch, Member.rank, literal(now))
         .join(GPU, GPU.vm_id == Member.vm_id)
         .where(Member.vm_id.in_(names)),
     )

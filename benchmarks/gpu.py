@@ -35,10 +35,11 @@ from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel, TrainedWeights
+from groupwise.engine.models import varlen
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.machine import choose_device, prepare_process
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.facts import multiple
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.native.graph_engine import GraphEngine

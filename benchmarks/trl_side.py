@@ -40,7 +40,7 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from groupwise.engine.models.lora import new_lora_config
+    from groupwise.engine.models.lora_config import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
     config = config_of(work, rules.dtype, model=rules.model)
@@ -113,7 +113,7 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
             ),
             train_dataset=Dataset.from_dict({"prompt": texts}),
             processing_class=tokenizer,
-            peft_config=new_lora_config(config.lora),
+            peft_config=new_lora_config(config.lora).as_peft(),
             callbacks=[Waiting()],
         )
         try:

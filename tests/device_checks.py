@@ -49,7 +49,8 @@ from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import write_tensors
 from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel, fingerprint
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.machine import set_tf32
 from groupwise.engine.models.native.weights import Shape, native_model
 from groupwise.engine.models.tiny import tiny_tokenizer

@@ -40,13 +40,8 @@ from transformers import AutoModelForCausalLM
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
 from groupwise.engine.models.experts import experts_of, routed_blocks
 from groupwise.engine.models.files import FULL_WEIGHTS, read_model_tensors, write_tensors
-from groupwise.engine.models.lora import (
-    CONFIG,
-    AdaptedModel,
-    copy_exactly,
-    read_adapter,
-    read_lora_config,
-)
+from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
+from groupwise.engine.models.lora_config import CONFIG, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.servers.local_policy import TorchPolicy

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.engine.models.config import LoraConfig, ModelConfig
-from groupwise.engine.models.lora import new_lora_config
+from groupwise.engine.models.lora_config import new_lora_config
 
 SITE = Path(__file__).parent / "fake_unsloth"
 """Where it is installed."""

@@ -15,7 +15,8 @@ from groupwise.core.retry import Timing
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
 from groupwise.engine.sampler.servers.local_policy import TorchPolicy

@@ -424,7 +424,7 @@ def _http_sampler(sampler: Sampler) -> ServerSampler | None:
 async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Path | None) -> None:
     """Load the policy to evaluate into the vLLM servers."""
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.lora import CONFIG
+    from groupwise.engine.models.lora_config import CONFIG
 
     folder = await asyncio.to_thread(adapter_folder, config.model) if weights is None else weights
     try:
@@ -689,7 +689,7 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
     from groupwise.engine.models.load import model_folder, text_config_of
-    from groupwise.engine.models.lora import peft_config_dict, scaling_of
+    from groupwise.engine.models.lora_config import scaling_of
 
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
@@ -707,7 +707,7 @@ def _tunix_order(
         alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
-        described=peft_config_dict(shape),
+        described=shape.to_json(),
         run=run,
         publish_folder=str(folder),
         slots=layout.slots,
@@ -729,7 +729,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
-    """Peft's config of the initial adapter, and the model's layers that have one."""
+    """The config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
         leave_out_pictures,
@@ -1014,7 +1014,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     """Build a sampler without a learner, for weights that another process will publish."""
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter, starting_config
-    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.load import load_base, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
     from groupwise.engine.models.tokenizer import load_tokenizer
     from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
@@ -1022,7 +1022,7 @@ def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = load_base(config.model, layout.dtype, layout.device)
     sampler_weights = ServedModel(model)
     if config.lora:
         shape = starting_config(config.model, config.lora)
@@ -1067,12 +1067,12 @@ def _teacher_factory(
     config: RunConfig, layout: Layout, learner_weights: Any
 ) -> Callable[[LearnerEngine], Teacher] | None:
     """Makes the teacher of a distillation that the learner's process computes; None without one."""
-    from groupwise.engine.learner.teacher import Teacher
-    from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
-
     settings = config.teacher
     if settings is None or settings.type == "endpoint":
         return None
+    from groupwise.engine.learner.teacher import Teacher
+    from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
+
     packing = config.training.packing
     if settings.type == "model":
         model_config = settings.model_config_of(config.model)
@@ -1099,15 +1099,23 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
         from groupwise.engine.backends.unsloth.library import load
 
         return load(config.model, layout.dtype, layout.key_length or None)
-    from groupwise.engine.models.load import load_model
+    from groupwise.engine.models.load import load_base
 
-    return load_model(config.model, layout.dtype, device)
+    return load_base(config.model, layout.dtype, device)
 
 
 def _load_trained_model(config: AnyConfig, layout: Layout, device: str) -> Any:
-    """Load the model for its training: weights that are trained are float32, whatever format they are computed in."""
-    full = config.lora is None
-    return _load_model(config, replace(layout, dtype="float32") if full else layout, device)
+    """Load the model for its training: weights that are trained are float32, whatever format they are computed in.
+
+    Modules whose weights are trained or divided are those of transformers.
+    """
+    from groupwise.engine.models.load import load_model
+
+    if config.lora is None:
+        return load_model(config.model, "float32", device)
+    if layout.parts > 1:
+        return load_model(config.model, layout.dtype, device)
+    return _load_model(config, layout, device)
 
 
 def _shard_device(layout: Layout) -> str | None:
@@ -1159,14 +1167,18 @@ def _prepare_process(layout: Layout) -> None:
 
 def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
-    from groupwise.engine.learner.collective import ProcessGroupGradientSum
-    from groupwise.engine.learner.fsdp import FsdpGradientSum
-    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
-
     if layout.learning == 1:
         return None
+    if layout.parts > 1:
+        from groupwise.engine.learner.fsdp import FsdpGradientSum
+
+        return FsdpGradientSum()
     if layout.apart:
-        return FsdpGradientSum() if layout.parts > 1 else ProcessGroupGradientSum()
+        from groupwise.engine.learner.collective import ProcessGroupGradientSum
+
+        return ProcessGroupGradientSum()
+    from groupwise.engine.learner.replicas import SharedMemoryGradientSum
+
     return SharedMemoryGradientSum(layout.processes, [*learner_weights.parameters().values()])
 
 
@@ -1202,7 +1214,7 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Wor
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
-    from groupwise.engine.models.lora import CONFIG, read_lora_config
+    from groupwise.engine.models.lora_config import CONFIG, read_lora_config
     from groupwise.engine.models.tokenizer import load_tokenizer
     from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 
@@ -1226,8 +1238,9 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
-    from groupwise.engine.models.load import load_model, stop_token_ids
-    from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+    from groupwise.engine.models.load import load_base, stop_token_ids
+    from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.models.lora_config import new_lora_config
     from groupwise.engine.models.native.ready import ready_to_learn
     from groupwise.engine.models.native.weights import native_model
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -1235,8 +1248,7 @@ def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
 
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
-    model.requires_grad_(False)
+    model = load_base(config.model, layout.dtype, layout.device)
     sampler = _build_sampler(config, layout, ServedModel(model), tokenizer)
     native = native_model(model)
     if native is not None:
@@ -1263,7 +1275,8 @@ def _adapter_host(
             starting_config,
             warn_of_other_base,
         )
-        from groupwise.engine.models.lora import read_adapter, read_lora_config
+        from groupwise.engine.models.lora import read_adapter
+        from groupwise.engine.models.lora_config import read_lora_config
         from groupwise.engine.sampler.weights import ServedAdapter
 
         model = config.model.model_copy(update={"adapter": spec.start, "adapter_revision": None})
@@ -1327,7 +1340,8 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
     """A new adapter, or the one that the config starts from."""
     from groupwise.engine.learner.weights import TrainedAdapter
     from groupwise.engine.models.adapters import adapter_folder, starting_config, warn_of_other_base
-    from groupwise.engine.models.lora import read_adapter, read_lora_config
+    from groupwise.engine.models.lora import read_adapter
+    from groupwise.engine.models.lora_config import read_lora_config
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
@@ -1339,7 +1353,7 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
 
 def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
-    """The model, prepared for adapters; `shape` is peft's config of adapters without their own."""
+    """The model, prepared for adapters; `shape` is the config of adapters without their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
 

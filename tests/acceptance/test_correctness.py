@@ -15,7 +15,7 @@ from tests.mutating import TABLE, read_table
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "correctness.md"
 MUTATIONS = read_table(TABLE.read_text())
-ITEMS = [*map(str, range(1, 25)), "24b", *map(str, range(25, 37))]
+ITEMS = [*map(str, range(1, 25)), "24b", *map(str, range(25, 38))]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler

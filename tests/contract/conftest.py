@@ -56,7 +56,8 @@ def _pair(sampler: Sampler, learner: Learner, disturb: Callable[[], None], **mor
 def _torch_adapter(folder: Path) -> Pair:
     from groupwise.engine.learner.weights import TrainedAdapter
     from groupwise.engine.models.config import LoraConfig
-    from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+    from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.models.lora_config import new_lora_config
     from groupwise.engine.models.tiny import tiny_model
     from groupwise.engine.sampler.weights import ServedAdapter
 
@@ -247,7 +248,7 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from groupwise.engine.models.files import FULL_WEIGHTS
-    from groupwise.engine.models.lora import WEIGHTS
+    from groupwise.engine.models.lora_config import WEIGHTS
 
     folder.mkdir(parents=True, exist_ok=True)
     run_to_end(learner.save(str(folder)))

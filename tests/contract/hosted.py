@@ -11,7 +11,8 @@ from groupwise.engine.learner.replicas import SharedMemoryGradientSum
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler

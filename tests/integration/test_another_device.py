@@ -23,16 +23,15 @@ from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
 from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.learner.weights import TrainedModel
-from groupwise.engine.models import text_mask
+from groupwise.engine.models import text_mask, varlen
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler
 from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
-from groupwise.engine.sampler.engine import SlotEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import run_eagerly
+from groupwise.engine.sampler.transformers_engines import SlotEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.fake_device import DEVICE, FakeDevice
 from tests.unit.engine.models.native.families import FAMILIES
@@ -227,7 +226,7 @@ def test_all_weights_have_a_gradient(monkeypatch, device, name, dtype):
     monkeypatch.setattr(forward, "packing_is_exact", lambda decoder: True)  # likewise
     monkeypatch.setattr(text_mask, "causal_lower_right", fused_attention.causal_lower_right)
     monkeypatch.setattr(varlen, "suits", lambda size, dtype, device: dtype == BF16)
-    monkeypatch.setattr(varlen, "varlen_attn", many_texts)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: many_texts)
 
     def at_tokens(decoder: Decoder, rows: Any, hidden_AH: Tensor, outputs: Any) -> Any:
         """Whose places depend on masks; once for each micro-batch."""

@@ -4,6 +4,7 @@
 2. Until then nothing heavy has been imported.
 3. Nor by a dry run, `check` or `init` of a model that can be counted by arithmetic: their processor time is what imports take.
 4. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
+5. Nor does what trains and samples a native model on a CPU import anything but torch of these: the rest takes longer than its weights.
 """
 
 import json
@@ -120,6 +121,27 @@ for words, heavy in {NOT_FOR!r}.items():
     )
     found = [line for line in shown.stdout.splitlines() if line.startswith("heavy")]
     assert found == [f"heavy {code} [] 10000" for code in (0, 0, 2)], shown.stderr
+
+
+OF_NATIVE_MODELS = (
+    "transformers", "peft", "accelerate", "huggingface_hub", "torch._dynamo", "torch.distributed.tensor", "sympy",
+)  # fmt: skip
+"""What a native model needs nothing of, on a CPU."""
+
+
+@pytest.mark.parametrize("verb", ["rl", "evaluate"])
+def test_a_native_model_is_trained_and_sampled_without_libraries_of_models(verb, tmp_path):
+    settings = config(tmp_path, max_steps=1)
+    settings["run"] |= {"threads": 1, "processes": 1}
+    code = f"""
+import sys, groupwise
+groupwise.{verb}({settings!r}, {TOY!r})
+print([module for module in {OF_NATIVE_MODELS!r} if module in sys.modules], "torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[] True"
 
 
 MAIN = f"""

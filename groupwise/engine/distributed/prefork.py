@@ -1,8 +1,8 @@
 """Starts the zygote ahead of a run, before the object to make is known, and asks it questions meanwhile.
 
-A command starts it as soon as it has read its config. The zygote then imports torch, transformers and peft, which takes seconds. Before
+A command starts it as soon as it has read its config. The zygote then imports torch, which takes a second or more. Before
 the command can send the setup, it needs some facts about the model and the machine. It asks the zygote for them, so it need not import
-these libraries itself. If no zygote has been started, the same questions are answered in this process.
+torch itself. If no zygote has been started, the same questions are answered in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODULES = (
     "groupwise.engine.distributed.worker_state",
     "groupwise.engine.sampler.torch_sampler",
 )
-"""Modules that a zygote imports first; they import torch, transformers and peft."""
+"""Modules that a zygote imports first; they import torch. Transformers is imported only for a model that needs it."""
 
 _begun: list[ForkedWorkers] = []
 """The started zygote, if any; at most one."""

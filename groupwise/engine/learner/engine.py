@@ -13,13 +13,14 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import ForwardResult, Paths, choose_paths
+from groupwise.engine.learner.forward import Paths, choose_paths
 from groupwise.engine.learner.layout import Batch, PackedGroups, TransformersBatch
 from groupwise.engine.learner.routing_replay import RoutingReplay
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.models import varlen
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models.native.causal_lm import DecoderLayer
 from groupwise.engine.models.native.facts import head_size
 
 Compute = Callable[[Any, ForwardOutputs], ForwardResult]
@@ -77,7 +78,8 @@ class TransformersEngine:
         self._layers = [
             module
             for module in weights.model.modules()
-            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+            if gradient_checkpointing
+            and isinstance(module, GradientCheckpointingLayer | DecoderLayer)
         ]
 
     def cut(

@@ -11,9 +11,8 @@ needs a model in which the other rows of a sequence have no effect on a row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,32 +31,19 @@ from groupwise.engine.learner.targets import (
     DEFAULT_OUTPUTS,
     Distributions,
     ForwardOutputs,
-    Targets,
+    ForwardResult,
+    QueriedTokens,
     TokenNumbers,
+    compute_targets,
+    distributions_at,
+    pad_rows,
+    real_places,
 )
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
 from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.text_mask import TextMask
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    """Numbers per target (`Row.target_ids`), padded on the right; they are 0 for padding and for targets that were not requested."""
-
-    logprobs_BT: Tensor
-    entropies_BT: Tensor
-    right_BT: Tensor | None = None
-    """True where the token is the most likely one; None if not requested."""
-    top_ids_BTX: Tensor | None = None
-    """The X most likely tokens at each place, the most likely first; None if not requested."""
-    top_logprobs_BTX: Tensor | None = None
-    """Their log-probabilities."""
-    teacher_kl_BT: Tensor | None = None
-    """KL divergence (nats) from the policy to `ForwardOutputs.teacher`; carries the gradient. None if not requested."""
-    distributions: Distributions | None = None
-    """The distributions at the places that were requested, one row after another; then the other fields are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +118,7 @@ def shared_prompt(
         seen = TextMask(width - 1, past=length)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, seen, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
+    real_BT = real_places([len(row.completion_ids) for row in batch.rows], device)
     return _at_tokens(decoder, batch.rows, hidden_BTH[real_BT], outputs)
 
 
@@ -148,7 +134,7 @@ def whole_rows(
     input_ids = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
     hidden = decoder.hidden(input_ids, positions, TextMask(length + width - 1), None)
-    real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
+    real_BT = real_places([len(row.completion_ids) for row in batch.rows], device)
     return _at_tokens(decoder, batch.rows, hidden[:, length - 1 :][real_BT], outputs)
 
 
@@ -247,18 +233,7 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
 
 
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _pad_rows([row.completion_ids for row in rows], device)
-
-
-def _pad_rows(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    width = max(map(len, values))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in values], device=device)
-
-
-def _real_places(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Mask [B, T] of the places that are not padding, for rows of these lengths."""
-    lengths_B = torch.tensor(lengths, device=device)
-    return torch.arange(max(lengths), device=device) < lengths_B[:, None]
+    return pad_rows([row.completion_ids for row in rows], device)
 
 
 def _at_tokens(
@@ -275,131 +250,3 @@ def _at_tokens(
     if outputs.distributions:
         return distributions_at(rows, outputs, hidden_AH, decoder.logits)
     return compute_targets(rows, outputs, hidden_AH.device, compute)
-
-
-def distributions_at(
-    rows: Sequence[Row],
-    outputs: ForwardOutputs,
-    states_AH: Tensor,
-    head: Callable[[Tensor], Tensor],
-) -> ForwardResult:
-    """The distributions at the places that `outputs` wants, from the states before each completion token, and nothing else."""
-    queried = query_tokens(rows, outputs, states_AH.device)
-    empty_BT = torch.zeros(queried.places_BT.shape, device=states_AH.device)
-    distributions = Distributions(states_AH[queried.among_A], head)
-    return ForwardResult(empty_BT, empty_BT, distributions=distributions)
-
-
-def compute_targets(
-    rows: Sequence[Row],
-    outputs: ForwardOutputs,
-    device: torch.device,
-    compute: Callable[[QueriedTokens], TokenNumbers],
-) -> ForwardResult:
-    """Numbers of all targets that `outputs` wants, in the padded shape; `compute` does them for some of the places."""
-    queried = query_tokens(rows, outputs, device)
-    result = queried.spread(compute(queried))
-    if not outputs.untrained_logprobs:
-        return result
-    others_BT = _real_places([len(row.target_ids) for row in rows], device) & ~queried.places_BT
-    if not others_BT.any():
-        return result
-    with torch.no_grad():
-        others = _query_places(rows, others_BT, DEFAULT_OUTPUTS)
-        logprobs_BT = others.spread(compute(others)).logprobs_BT
-    # Each place is 0 in one of the two.
-    return replace(result, logprobs_BT=result.logprobs_BT + logprobs_BT)
-
-
-@dataclass(frozen=True, slots=True)
-class QueriedTokens:
-    """The targets of rows for which numbers are wanted."""
-
-    targets: Targets
-    among_A: Tensor
-    """Mask of their places among all completion tokens, one row after another."""
-    places_BT: Tensor
-    """Mask of these targets in the padded shape."""
-    wanted_NK: Tensor | None = None
-    """Mask of these targets among the K at each place of `targets`; None: there is one at each place."""
-
-    def spread(self, numbers: TokenNumbers) -> ForwardResult:
-        """The numbers of the targets in the padded shape, 0 elsewhere."""
-        places_BT = self.places_BT
-        empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
-        wrong_BT = torch.zeros_like(places_BT)
-        logprobs, entropies, right, top_ids, top_logprobs, teacher_kl = numbers
-        if (wanted_NK := self.wanted_NK) is not None:
-            logprobs = logprobs[wanted_NK]
-            entropies = entropies[:, None].expand_as(wanted_NK)[wanted_NK]
-            right = None if right is None else right[wanted_NK]
-        return ForwardResult(
-            empty_BT.masked_scatter(places_BT, logprobs),
-            empty_BT.masked_scatter(places_BT, entropies),
-            None if right is None else wrong_BT.masked_scatter(places_BT, right),
-            None if top_ids is None else _spread_rows(places_BT, top_ids),
-            None if top_logprobs is None else _spread_rows(places_BT, top_logprobs),
-            None if teacher_kl is None else empty_BT.masked_scatter(places_BT, teacher_kl),
-        )
-
-
-def _spread_rows(places_BT: Tensor, values_NX: Tensor) -> Tensor:
-    """A row of values at each of the marked places, 0 elsewhere, as [B, T, X]."""
-    empty_BTX = values_NX.new_zeros((*places_BT.shape, values_NX.shape[1]))
-    return empty_BTX.masked_scatter(places_BT[..., None], values_NX)
-
-
-def query_tokens(
-    rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device
-) -> QueriedTokens:
-    """The targets for which `outputs` wants numbers."""
-    real_BT = _real_places([len(row.target_ids) for row in rows], device)
-    places_BT = (
-        _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
-    )
-    if not places_BT.any():  # backward needs some token, even if the gradient is 0
-        places_BT = real_BT
-    return _query_places(rows, places_BT, outputs)
-
-
-def _query_places(rows: Sequence[Row], places_BT: Tensor, outputs: ForwardOutputs) -> QueriedTokens:
-    """The targets at these places of the padded shape."""
-    device = places_BT.device
-    real_BT = _real_places([len(row.target_ids) for row in rows], device)
-    ids_BT = _pad_rows([row.target_ids for row in rows], device)
-    lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
-    temperatures_A = torch.tensor([row.temperature for row in rows], device=device)
-    temperatures_A = temperatures_A.repeat_interleave(lengths_B)
-    most = max(row.targets_per_token for row in rows)
-    if most == 1:
-        ids_N, among_A, wanted_NK = ids_BT[places_BT], places_BT[real_BT], None
-    else:
-        # Rows may differ in the number of targets for a token; those with fewer are padded here.
-        counts_B = torch.tensor([row.targets_per_token for row in rows], device=device)
-        counts_A1 = counts_B.repeat_interleave(lengths_B)[:, None]
-        present_AK = torch.arange(most, device=device) < counts_A1
-        ids_AK = torch.zeros(present_AK.shape, dtype=torch.long, device=device)
-        ids_AK = ids_AK.masked_scatter(present_AK, ids_BT[real_BT])
-        wanted_AK = torch.zeros_like(present_AK).masked_scatter(present_AK, places_BT[real_BT])
-        among_A = wanted_AK.any(-1)
-        ids_N, wanted_NK = ids_AK[among_A], wanted_AK[among_A]
-    targets = Targets(ids_N, temperatures_A[among_A], _withheld_pairs(rows, among_A), outputs)
-    return QueriedTokens(targets, among_A, places_BT, wanted_NK)
-
-
-def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
-    """Pairs [X, 2] of the index of a wanted token, counted over all rows, and a token id that could not be drawn there."""
-    if not any(row.withheld for row in rows):
-        return None
-    starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
-    pairs = [
-        (start + index, token)
-        for row, start in zip(rows, starts, strict=False)
-        for span in row.withheld
-        for index in range(span.start, span.end)
-        for token in span.token_ids
-    ]
-    device = among_A.device
-    pairs_X2 = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)
-    places_X, ids_X = pairs_X2[among_A[pairs_X2[:, 0]]].unbind(1)
-    return torch.stack((among_A.cumsum(0)[places_X] - 1, ids_X), dim=1)

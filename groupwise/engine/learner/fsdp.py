@@ -31,9 +31,8 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import ProcessGroupGradientSum
 from groupwise.engine.learner.engine import Compute, TransformersEngine
-from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import Batch, PackedBatch
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"
@@ -74,7 +73,7 @@ class FsdpEngine:
         if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *references):
-            _shard_model(model, mesh, weights.undivided())
+            _shard_model(cast("PreTrainedModel", model), mesh, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groupwise.engine.learner.native.product import Product
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedWeights
-from groupwise.engine.models.lora import ExactLoraLinear
+from groupwise.engine.models.lora_layers import ExactLoraLinear
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.native.linear import Factors, Part
 from groupwise.engine.models.native.weights import NativeModel

@@ -9,8 +9,8 @@ import torch
 
 from groupwise.algorithms.base import Loss
 from groupwise.core.types import Row
-from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import longest_completion
+from groupwise.engine.learner.targets import ForwardResult
 from groupwise.engine.learner.torch_learner import token_batch
 
 

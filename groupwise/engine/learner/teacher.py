@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.engine import LearnerEngine
 from groupwise.engine.learner.targets import Distributions, ForwardOutputs
 from groupwise.engine.learner.weights import copy_parts
 from groupwise.engine.models.files import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from groupwise.engine.learner.engine import LearnerEngine
 
 AVERAGE = "teacher.safetensors"
 """File of a checkpoint with the moving average."""

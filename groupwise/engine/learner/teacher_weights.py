@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.teacher import MovingAverage, Teacher
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.adapters import adapter_folder, starting_config, warn_of_other_base
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
-from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, read_adapter, read_lora_config
+from groupwise.engine.models.load import load_base
+from groupwise.engine.models.lora import AdaptedModel, read_adapter
+from groupwise.engine.models.lora_config import read_lora_config
 from groupwise.engine.models.native.weights import native_model
+
+if TYPE_CHECKING:
+    from groupwise.engine.learner.engine import LearnerEngine
 
 
 def model_teacher(config: ModelConfig, dtype: Dtype, device: str, *, packing: bool) -> Teacher:
     """Another model, with its adapter if it has one."""
-    model = load_model(config, dtype, device)
+    model = load_base(config, dtype, device)
     folder = adapter_folder(config)
     weights: Any
     if folder is None:
@@ -53,4 +56,6 @@ def average_teacher(trained: Any, rate: float, dtype: Dtype, *, packing: bool) -
 def _engine(weights: Any, native: Any, *, packing: bool) -> LearnerEngine:
     if native is not None:
         return NativeEngine(native, weights, packing=packing, gradient_checkpointing=False)
+    from groupwise.engine.learner.engine import TransformersEngine  # imports transformers
+
     return TransformersEngine(weights, packing=packing, gradient_checkpointing=False)

@@ -16,9 +16,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from inspect import unwrap
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -38,14 +39,11 @@ from groupwise.core.types import (
     TopTokens,
     UpdateResult,
 )
-from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
-from groupwise.engine.learner.forward import ForwardResult
-from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.replicas import GradientSum
 from groupwise.engine.learner.schedule import learning_rate_too_high
-from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs
+from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
 from groupwise.engine.learner.teacher import Teacher
 from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
@@ -54,10 +52,21 @@ from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 
+if TYPE_CHECKING:
+    from groupwise.engine.learner.engine import LearnerEngine
+
 OPTIMISER = "optimiser.safetensors"
 STATE = "learner.json"
 FUSED_ON = frozenset({"cuda"})
 """Kinds of devices on which one kernel reads each weight and its moments once; torch's other ways read and write them a dozen times."""
+
+
+class AdamW(torch.optim.AdamW):
+    """Torch's optimiser without the decorators by which it imports torch's compiler, which takes a second. Nothing here is compiled."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class TorchLearner:
@@ -109,7 +118,7 @@ class TorchLearner:
         self._teacher = make_teacher(self._engine) if make_teacher is not None else None
         self._parameters = weights.parameters()
         self._fused = next(iter(self._parameters.values())).device.type in FUSED_ON
-        self._optimiser = torch.optim.AdamW(
+        self._optimiser = AdamW(
             self._parameters.values(), fused=self._fused, foreach=not self._fused
         )
         self._updates = 0
@@ -404,7 +413,10 @@ def _make_engine(
     gradient_checkpointing: bool,
     divide_on: str | None,
 ) -> LearnerEngine:
+    # Transformers and what divides tensors take seconds to import, so only where they compute.
     if divide_on is not None:
+        from groupwise.engine.learner.fsdp import FsdpEngine
+
         return FsdpEngine(
             weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
@@ -413,6 +425,8 @@ def _make_engine(
         return NativeEngine(
             model, weights, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
+    from groupwise.engine.learner.engine import TransformersEngine
+
     return TransformersEngine(
         weights,
         packing=packing,

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard, cast
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 
 from groupwise.core.types import PolicyRole
 from groupwise.engine.learner.rounded_linear import round_again_in_backward
@@ -24,16 +22,23 @@ from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import (
-    WEIGHTS,
     AdaptedModel,
     copy_exactly,
     read_adapter,
     refuse_mismatch,
     shapes_of,
 )
+from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.transformers_log import quiet
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
+
+    from groupwise.engine.models.lora_config import AdapterConfig
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +49,14 @@ class TrainedWeights(Protocol):
     kind: Literal["adapter", "full"]
 
     @property
-    def model(self) -> PreTrainedModel: ...
+    def model(self) -> CausalModel: ...
 
     @property
-    def reference_model(self) -> PreTrainedModel:
+    def reference_model(self) -> CausalModel:
         """The model with which the reference is computed (`acting_reference`); may be the same object as `model`."""
         ...
 
-    def models(self) -> tuple[PreTrainedModel, ...]:
+    def models(self) -> tuple[CausalModel, ...]:
         """`model`, and `reference_model` if that is another object."""
         ...
 
@@ -114,7 +119,7 @@ class TrainedAdapter:
         seed: int,
         start: dict[str, Tensor] | None = None,
         name: str = "policy",
-        config: LoraConfig | None = None,
+        config: AdapterConfig | None = None,
     ) -> None:
         """`name`: its name among the adapters over that base; `config`: its shape, None for the shape given with the base."""
         self.adapted = adapted
@@ -128,14 +133,14 @@ class TrainedAdapter:
             adapted.write(name, start, "the starting adapter")
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> CausalModel:
         return self.adapted.base
 
     @property
-    def reference_model(self) -> PreTrainedModel:
+    def reference_model(self) -> CausalModel:
         return self.adapted.base
 
-    def models(self) -> tuple[PreTrainedModel, ...]:
+    def models(self) -> tuple[CausalModel, ...]:
         return (self.adapted.base,)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -207,8 +212,8 @@ class TrainedModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        reference: PreTrainedModel | None = None,
+        model: CausalModel,
+        reference: CausalModel | None = None,
         dtype: Dtype = "float32",
     ) -> None:
         """`dtype`: the format of products, and of publications."""
@@ -219,11 +224,11 @@ class TrainedModel:
             round_again_in_backward(self.model)
 
     @property
-    def reference_model(self) -> PreTrainedModel:
+    def reference_model(self) -> CausalModel:
         assert self._frozen is not None, "built without a reference, because beta was 0"
         return self._frozen
 
-    def models(self) -> tuple[PreTrainedModel, ...]:
+    def models(self) -> tuple[CausalModel, ...]:
         return (self.model,) if self._frozen is None else (self.model, self._frozen)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -258,10 +263,11 @@ class TrainedModel:
     def _write(self, folder: Path, rounding: torch.dtype | None) -> None:
         state = {**self._saved_tensors(rounding)}
         with disk_errors(folder), quiet():
-            self.model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
+            model = cast("PreTrainedModel", self.model)  # one whose weights are trained
+            model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
             if rounding is not None:  # config.json then has the format of the trained weights
-                self.model.config.dtype = rounding
-                self.model.config.save_pretrained(folder)
+                model.config.dtype = rounding
+                model.config.save_pretrained(folder)
 
     def contribute_parts(self) -> None:
         self._saved_tensors().contribute_parts()
@@ -288,7 +294,7 @@ class WholeTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.full_tensor() if is_divided(tensor) else tensor
         return whole.to("cpu", self._rounding if whole.is_floating_point() else None)
 
     def __iter__(self) -> Iterator[str]:
@@ -300,7 +306,7 @@ class WholeTensors(Mapping[str, Tensor]):
     def contribute_parts(self) -> None:
         """Contribute this learner's parts while another learner reads all tensors."""
         for tensor in self._tensors.values():
-            if isinstance(tensor, DTensor):
+            if is_divided(tensor):
                 tensor.full_tensor()
 
 
@@ -310,7 +316,9 @@ def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin
     with torch.no_grad():
         for name, tensor in owned.items():
             source = loaded[name]
-            if isinstance(tensor, DTensor):
+            if is_divided(tensor):
+                from torch.distributed.tensor import distribute_tensor
+
                 source = distribute_tensor(
                     source.to(tensor.device),
                     tensor.device_mesh,
@@ -323,4 +331,10 @@ def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin
 def total_norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
     total = torch.nn.utils.get_total_norm(tensors)
-    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+    return float(total.full_tensor() if is_divided(total) else total)
+
+
+def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
+    """True if each learner holds a part of the tensor. Its class takes a second to import, so no tensor is one before that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
@@ -23,13 +22,16 @@ from groupwise.engine.models.files import read_shapes
 from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
 from groupwise.engine.models.load import meta_model, read_model_config
 from groupwise.engine.models.lora import (
-    WEIGHTS,
     AdaptedModel,
     all_linear_names,
-    new_lora_config,
-    read_lora_config,
     refuse_mismatch,
     shapes_of,
+)
+from groupwise.engine.models.lora_config import (
+    WEIGHTS,
+    AdapterConfig,
+    new_lora_config,
+    read_lora_config,
 )
 from groupwise.engine.models.tokenizer import resolve
 
@@ -128,8 +130,8 @@ def check_adapter(
 
 def starting_config(
     model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
-) -> LoraConfig:
-    """The peft config of the adapter to train: that of the configured adapter, or else a new one. Its base name is set."""
+) -> AdapterConfig:
+    """The config of the adapter to train: that of the configured adapter, or else a new one. Its base name is set."""
     folder = adapter_folder(model)
     if folder is None:
         config = new_lora_config(lora)
@@ -153,7 +155,7 @@ def starting_config(
     return config
 
 
-def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
+def leave_out_pictures(model: ModelConfig, config: AdapterConfig) -> None:
     """Restrict the adapter to the text part of a model with several parts, here and in the file that peft loads elsewhere."""
     hf_config = read_model_config(model)
     if hf_config.get_text_config() is hf_config:
@@ -165,7 +167,7 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
         config.target_modules = all_linear_names(base, base.get_decoder())
 
 
-def meta_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
+def meta_adapter(model: ModelConfig, config: AdapterConfig) -> AdaptedModel:
     """The model with one adapter, called `hollow`; neither has storage."""
     base = meta_model(model)  # may prepare a bundled model, which loads real weights
     with torch.device("meta"):
@@ -179,7 +181,7 @@ def base_name(model: ModelConfig) -> str:
     return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
 
 
-def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
+def warn_of_other_base(config: AdapterConfig, model: ModelConfig, folder: Path) -> None:
     """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
     base_names = {base_name(model), model.name, resolve(model).location}

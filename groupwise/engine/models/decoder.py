@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.attention_kernels import pinned_kernels
-from groupwise.engine.models.experts import all_rows
+from groupwise.engine.models.experts import all_rows, register_all_rows
 from groupwise.engine.models.fused_modules import fuse
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 
 def cache_keyword(body: nn.Module) -> str:
@@ -114,8 +116,9 @@ def has_state(config: Any) -> bool:
 class Decoder:
     """Hidden states and logits of one model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.model = model
+        register_all_rows()
         self._fuse_modules()
         self.body = model.get_decoder()
         self.head = cast("nn.Module", model.get_output_embeddings())

@@ -1,6 +1,6 @@
 """Computes the shapes of a Llama, Mistral, Qwen2 or Qwen3 from its config.json and nothing else.
 
-A dry run and `groupwise check` need only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
+A dry run and `groupwise check` need only counts and limits of a model, and torch and transformers' models take seconds to import.
 `read_decoder` returns None if transformers might build another model from the file than this module counts: another family, a missing key,
 anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.meta_model`); errors in the config are
 reported there.
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.footprint import Counts, Sizes
@@ -94,6 +94,12 @@ class DecoderShapes:
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
     """Shapes of the model, or None if they might be counted wrongly. Raises `ModelError` if its files cannot be located."""
+    content = read_config(config)
+    return None if content is None else _shapes(content)
+
+
+def read_config(config: ModelConfig) -> dict[str, Any] | None:
+    """The model's config.json, or None if transformers might build another model from it than this module counts. See `read_decoder`."""
     if config.trust_remote_code:
         return None
     resolved = locate(config)
@@ -108,7 +114,10 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return _shapes(content) if isinstance(content, dict) and not _is_unusual(content) else None
+    if not isinstance(content, dict):
+        return None
+    found = cast("dict[str, Any]", content)
+    return None if _is_unusual(found) else found
 
 
 def _is_unusual(config: Mapping[str, Any]) -> bool:

@@ -20,13 +20,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from groupwise.core.errors import ModelError
 from groupwise.core.types import RouterShape
+from groupwise.engine.models.lora_config import AdapterConfig
+from groupwise.engine.models.lora_layers import AdapterSwitch, LoraLayer
 from groupwise.engine.models.native.linear import adapted_product
 
 ALL_ROWS = "groupwise_all_rows"
@@ -242,22 +241,33 @@ def _without_adapter(
     return compute_experts(experts, x_NH, chosen_NK, weights_NK, {})
 
 
-ALL_EXPERTS_FUNCTIONS.register(ALL_ROWS, _without_adapter)
+def register_all_rows() -> None:
+    """Add `ALL_ROWS` to transformers' implementations of experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(ALL_ROWS, _without_adapter)
 
 
-class ExactLoraExperts(ParamWrapper):
+class ExactLoraExperts(LoraLayer):
     """Experts, one of whose matrices (`parameter_name`) has adapters; for a second matrix, another one is around it, as peft does it.
 
     A is [experts · rank, in] and B [out, rank · experts] with the number of the expert last, as peft stores them. An adapter that changes
     several matrices is applied by the outermost of these modules.
     """
 
-    switch: Any
+    def __init__(self, base_layer: nn.Module, parameter_name: str, switch: AdapterSwitch) -> None:
+        super().__init__(base_layer, switch)
+        self.parameter_name = parameter_name
+        experts = self.get_base_layer()
+        self.num_experts, outputs, inputs = getattr(experts, parameter_name).shape
+        if experts.is_transposed:
+            outputs, inputs = inputs, outputs
+        self.in_features, self.out_features = inputs, outputs
 
-    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """A and B of an adapter."""
-        down, up = self.lora_A[name], self.lora_B[name]
-        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
+    def sizes(self, config: AdapterConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """See `LoraLayer.sizes`."""
+        rows = self.num_experts * config.r
+        return (rows, self.in_features), (self.out_features, rows)
 
     def by_expert(self, name: str) -> ByExpert:
         """The factors of an adapter, and its scaling."""
@@ -268,14 +278,14 @@ class ExactLoraExperts(ParamWrapper):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = self.switch.active
-        inner = cast("nn.Module", self.base_layer)
+        inner = self.base_layer
         if name is None or name not in self.lora_A:
             return inner(x, *args, **kwargs)
         factors = {self.parameter_name: self.by_expert(name)}
         while isinstance(inner, ExactLoraExperts):
             if name in inner.lora_A:
                 factors[inner.parameter_name] = inner.by_expert(name)
-            inner = cast("nn.Module", inner.base_layer)
+            inner = inner.base_layer
         return compute_experts(inner, x, *args, **kwargs, factors=factors)
 
 
@@ -296,7 +306,7 @@ def factors_by_expert(
     while isinstance(inner, ExactLoraExperts):
         if name in inner.lora_A:
             adapters[inner.parameter_name] = inner.by_expert(name)
-        inner = cast("nn.Module", inner.base_layer)
+        inner = inner.base_layer
     down_ERI, up_EOR, _ = next(iter(adapters.values()))
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for parameter, matrices in DIVIDED.items():
@@ -316,8 +326,14 @@ def factors_by_expert(
     return found
 
 
-def add_expert_adapters(base: nn.Module, name: str, config: LoraConfig) -> None:
+def add_expert_adapters(
+    base: nn.Module, name: str, config: AdapterConfig, switch: AdapterSwitch
+) -> None:
     """Add an adapter to the matrices of experts that `config.target_parameters` names. Raises ValueError if it cannot be added."""
+    if config.lora_dropout:
+        raise ValueError(
+            f"lora.target_parameters: an adapter of experts cannot have dropout, but lora.dropout is {config.lora_dropout:g}; set it to 0"
+        )
     targets = config.target_parameters or []
     experts = experts_of(base)
     paths = {
@@ -337,38 +353,33 @@ def add_expert_adapters(base: nn.Module, name: str, config: LoraConfig) -> None:
             f"{', '.join(kinds) or 'none whose matrices can have an adapter'}"
         )
     chosen = [path for path in paths if any(path in found for found in matched.values())]
-    for path, module in experts.items():
+    for path in experts:
         matrices = [matrix for each in chosen for owner, matrix in [paths[each]] if owner == path]
         if matrices:
-            _adapt(base, path, module, matrices, name, config)
+            _adapt(base, path, matrices, name, config, switch)
 
 
 def _adapt(
     base: nn.Module,
     path: str,
-    experts: nn.Module,
     matrices: list[str],
     name: str,
-    config: LoraConfig,
+    config: AdapterConfig,
+    switch: AdapterSwitch,
 ) -> None:
     present: dict[str, ExactLoraExperts] = {}
     module = base.get_submodule(path)
     outermost = module
     while isinstance(module, ExactLoraExperts):
         present[module.parameter_name] = module
-        module = cast("nn.Module", module.base_layer)
+        module = module.base_layer
     if present and set(present) != set(matrices):
         raise ValueError(
             f"lora.target_parameters: another adapter over this model changes {', '.join(sorted(present))} of the experts, and this one "
             f"{', '.join(matrices)}; their names in files would differ. Give all adapters the same"
         )
     for matrix in matrices:  # the first one is the innermost, as in peft
-        if matrix in present:
-            present[matrix].update_layer(
-                name, config.r, lora_alpha=config.lora_alpha, config=config
-            )
-        else:
-            outermost = ExactLoraExperts(
-                outermost, name, matrix, config=config, r=config.r, lora_alpha=config.lora_alpha
-            )
+        if matrix not in present:
+            outermost = present[matrix] = ExactLoraExperts(outermost, matrix, switch)
+        present[matrix].add(name, config)
     base.set_submodule(path, outermost)

@@ -10,7 +10,6 @@ the slope of the realised change against the exact change, over all layers toget
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -25,7 +24,8 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.experts import ByExpert, ExactLoraExperts
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import load_model, read_model_config
-from groupwise.engine.models.lora import AdaptedModel, read_adapter, read_lora_config
+from groupwise.engine.models.lora import AdaptedModel, read_adapter
+from groupwise.engine.models.lora_config import read_lora_config
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def write_merged(
     Raises `ModelError` if the adapter does not match this base, or is not plain LoRA; OSError if the files cannot be written.
     """
     merged = model.model_copy(update={"adapter": str(adapter), "adapter_revision": None})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*a tied layer is part", category=UserWarning)
-        check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of ties; see `_untie`
+    check_adapter(merged, LoraConfig(), "the adapter")
     base = load_model(model, "float32")
     format = _export_dtype(read_model_config(model), dtype)
     tensors = _add_adapter(base, adapter, format)

@@ -59,7 +59,7 @@ def identity(config: ModelConfig) -> str:
         digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:
         from groupwise.engine.models.adapters import adapter_commit, adapter_folder
-        from groupwise.engine.models.lora import WEIGHTS
+        from groupwise.engine.models.lora_config import WEIGHTS
 
         adapter, commit = adapter_folder(config), adapter_commit(config)
         if commit is not None:

@@ -14,21 +14,14 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora.layer import Linear as PeftLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
-from groupwise.engine.models import config as settings_of_models
 from groupwise.engine.models.experts import (
     DIVISIBLE,
     ExactLoraExperts,
@@ -36,68 +29,36 @@ from groupwise.engine.models.experts import (
     experts_of,
     factors_by_expert,
 )
-from groupwise.engine.models.files import read_json, read_tensors, write_tensors
+from groupwise.engine.models.files import read_tensors, write_tensors
 from groupwise.engine.models.fingerprint import tree_hash
-from groupwise.engine.models.native.linear import Factors, adapted_product
+from groupwise.engine.models.lora_config import ALL_LINEAR, CONFIG, WEIGHTS, AdapterConfig
+from groupwise.engine.models.lora_layers import AdapterSwitch, ExactLoraLinear, LoraLayer
+from groupwise.engine.models.native.facts import FAMILIES
+from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
-UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
-               "lora_bias", "trainable_token_indices")  # fmt: skip
-
-
-USED_WITHOUT_LAYER = {"falcon_h1": "out_proj", "jamba": "dt_proj", "nemotron_h": "out_proj"}
+USED_WITHOUT_LAYER = {
+    "falcon_h1": "out_proj", "falcon_mamba": "out_proj", "jamba": "dt_proj", "mamba": "out_proj", "mamba2": "out_proj",
+    "nemotron_h": "out_proj",
+}  # fmt: skip
 """Linear layers, by family, whose weight is used without the layer, at least by kernels for GPUs: an adapter would have no effect."""
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
-"""Values of peft's `init_lora_weights` that leave the base unchanged."""
-
-
-class AdapterSwitch:
-    """Shared by all adapted layers of a model: the active adapter, and whether dropout is on."""
-
-    def __init__(self) -> None:
-        self.active: str | None = None
-        self.dropout = False
-
-
-class ExactLoraLinear(PeftLinear):
-    """`y = round(x Wᵀ + scaling · (x Aᵀ) Bᵀ)`: one rounding, after the sum."""
-
-    switch: AdapterSwitch
-
-    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """A [rank, in] and B [out, rank] of an adapter."""
-        down, up = self.lora_A[name], self.lora_B[name]
-        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        base = cast("nn.Linear", self.get_base_layer())
-        name = self.switch.active
-        if name is None or name not in self.lora_A:  # the active adapter does not change this layer
-            return base(x)
-        down, up = self.factors(name)
-        up = up * self.scaling[name]
-        dropout = getattr(self.lora_dropout[name], "p", 0.0) if self.switch.dropout else None
-        inputs = x if dropout is None else F.dropout(x, dropout)
-        low = F.linear(inputs, down.to(x.dtype)).flatten(0, -2)
-        flat = adapted_product(x.flatten(0, -2), base.weight, low, up.to(x.dtype))
-        if base.bias is not None:  # added last: in `low @ up` it would take part in the rounding
-            flat = flat + base.bias
-        return flat.view(*x.shape[:-1], -1)
 
 
 class AdaptedModel:
     """A frozen base with named adapters, each with its own shape."""
 
-    def __init__(self, base: PreTrainedModel, config: LoraConfig) -> None:
+    def __init__(self, base: CausalModel, config: AdapterConfig) -> None:
         self.base = base
+        base.requires_grad_(False)
         self.config = config
         """Config of adapters that are added without one."""
-        self.configs: dict[str, LoraConfig] = {}
+        self.configs: dict[str, AdapterConfig] = {}
         """Config of each adapter, by its name."""
         self.switch = AdapterSwitch()
         self._warned: set[tuple[str, ...]] = set()
@@ -106,19 +67,17 @@ class AdaptedModel:
         """Layers that at least one adapter changes, in the order of the base."""
 
     def add(
-        self, name: str, *, trainable: bool, seed: int, config: LoraConfig | None = None
+        self, name: str, *, trainable: bool, seed: int, config: AdapterConfig | None = None
     ) -> None:
         """Add an adapter that changes nothing yet: A is random from `seed`, B is zero (Hu et al. 2021, §4.1).
 
         Raises `ModelError` for impossible targets; the model is then unchanged.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
-        with self._keeping_other_adapters():
-            self._inject_adapter(name, self.config if config is None else config)
+        self._inject_adapter(name, self.config if config is None else config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
-                parameter.data = parameter.data.float()
                 parameter.requires_grad_(trainable)
                 if ".lora_A." in key:
                     bound = 1 / math.sqrt(parameter.shape[1])
@@ -130,12 +89,13 @@ class AdaptedModel:
     def remove(self, name: str) -> None:
         """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
-        with self._keeping_other_adapters():
-            for path, layer in reversed(self._adapted_modules()):  # an inner layer before its outer
-                layer._active_adapter = []  # peft would activate another one, and warn about it
-                layer.delete_adapter(name)
-                if not layer._all_available_adapter_names():
-                    self.base.set_submodule(path, layer.get_base_layer())
+        for path, module in reversed(
+            [*self.base.named_modules()]
+        ):  # an inner layer before its outer
+            if isinstance(module, LoraLayer):
+                module.remove(name)
+                if not module.lora_A:
+                    self.base.set_submodule(path, module.base_layer)
         self._update_layers()
 
     def layers_of(self, name: str) -> dict[str, ExactLoraLinear | ExactLoraExperts]:
@@ -179,7 +139,7 @@ class AdaptedModel:
         copy_exactly(self.parameters(name), tensors, origin)
 
     @contextlib.contextmanager
-    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
+    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[CausalModel]:
         """The base with this adapter active (None: the plain base)."""
         assert name is None or name in self.configs, f"there is no adapter {name}"
         previous = self.switch.active, self.switch.dropout
@@ -191,7 +151,7 @@ class AdaptedModel:
 
     def save(self, name: str, folder: Path) -> None:
         """Write the adapter as peft does, so peft, transformers and vLLM can load it. Raises OSError if the files cannot be written."""
-        self._write_files(folder, self.parameters(name), peft_config_dict(self.configs[name]))
+        self._write_files(folder, self.parameters(name), self.configs[name].to_json())
 
     def save_by_expert(self, name: str, folder: Path) -> None:
         """Write the adapter with factors for each matrix of each expert, which vLLM takes. Raises ModelError if the model's files have
@@ -215,7 +175,7 @@ class AdaptedModel:
             for each, (down, up) in factors.items():
                 tensors[f"{PREFIX}{each}.lora_A.weight"] = down
                 tensors[f"{PREFIX}{each}.lora_B.weight"] = up
-        config = {**peft_config_dict(self.configs[name]), "target_parameters": None}
+        config = {**self.configs[name].to_json(), "target_parameters": None}
         self._write_files(folder, tensors, {**config, "target_modules": sorted(modules)})
 
     def _write_files(
@@ -227,55 +187,58 @@ class AdaptedModel:
         described = {**config, "base_model_name_or_path": called}
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
-    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
-        config._register_custom_module({nn.Linear: ExactLoraLinear})
-        of_experts = config.target_parameters
+    def _inject_adapter(self, name: str, config: AdapterConfig) -> None:
         try:
             self._resolve_targets(config)
-            if of_experts:
-                add_expert_adapters(self.base, name, config)
-            # Peft would add its own layers to the experts, which round before they add.
-            config.target_parameters = None
-            if config.target_modules or not of_experts:
-                inject_adapter_in_model(config, self.base, adapter_name=name)
-            changed = {
-                path: module
-                for path, module in self._adapted_modules()
-                if name in module._all_available_adapter_names()
-            }
-            unsupported = [
-                path
-                for path, module in changed.items()
-                if not isinstance(module, (ExactLoraLinear, ExactLoraExperts))
-            ]
-            targets = config.target_modules
-            targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
-            paths = [f".{path}" for path in changed if path not in unsupported]
-            unmatched = [
-                target
-                for target in targets_given
-                if not any(path.endswith(f".{target}") for path in paths)
-            ]
-            if unsupported or unmatched or not paths:  # not plain linear, or ignored by peft
-                names = ", ".join(unsupported[:4] or unmatched) or "none was found"
-                raise ValueError(f"an adapter needs linear layers ({names})")
+            if config.target_parameters:
+                add_expert_adapters(self.base, name, config, self.switch)
+            if config.target_modules or not config.target_parameters:
+                self._add_to_linear(name, config)
         except ValueError as error:
             self.remove(name)
             problem = str(error).rstrip(".")
             if problem.startswith("lora.target_parameters"):
                 raise ModelError(f"{problem}.") from error
             raise ModelError(no_target_message(self.base, problem)) from error
-        finally:
-            config.target_parameters = of_experts
         self.configs[name] = config
         self._update_layers()
-        for layer in self.layers.values():
-            layer.switch = self.switch
 
-    def _resolve_targets(self, config: LoraConfig) -> None:
-        """Resolve all-linear if peft would adapt other layers. Raises ValueError for names without effect or of experts."""
+    def _add_to_linear(self, name: str, config: AdapterConfig) -> None:
+        """Add an adapter to the linear layers that the config names. Raises ValueError for names without effect."""
+        changed = {path: each for path, each in self._own_modules() if config.targets(path)}
+        unsupported = [
+            path
+            for path, each in changed.items()
+            if not isinstance(each, nn.Linear | ExactLoraLinear)
+        ]
+        targets = config.target_modules
+        given = [] if targets is None or isinstance(targets, str) else sorted(targets)
+        paths = [f".{path}" for path in changed if path not in unsupported]
+        unmatched = [
+            target for target in given if not any(path.endswith(f".{target}") for path in paths)
+        ]
+        if unsupported or unmatched or not paths:
+            names = ", ".join(unsupported[:4] or unmatched) or "none was found"
+            raise ValueError(f"an adapter needs linear layers ({names})")
+        for path, module in changed.items():
+            if isinstance(module, nn.Linear):
+                module = ExactLoraLinear(module, self.switch)
+                self.base.set_submodule(path, module)
+            cast("ExactLoraLinear", module).add(name, config)
+
+    def _own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of the base, without what is within layers that have adapters."""
+        within: tuple[str, ...] = ()
+        for path, module in [*self.base.named_modules()]:
+            if path and not path.startswith(within):
+                yield path, module
+                if isinstance(module, LoraLayer):
+                    within += (f"{path}.",)
+
+    def _resolve_targets(self, config: AdapterConfig) -> None:
+        """Resolve all-linear. Raises ValueError for names without effect or of experts."""
         idle = USED_WITHOUT_LAYER.get(self.base.config.model_type)
-        if config.target_modules == "all-linear" and (idle or experts_of(self.base)):
+        if config.target_modules == ALL_LINEAR:
             config.target_modules = all_linear_names(self.base, self.base)
         targets = config.target_modules or ()
         each = [targets] if isinstance(targets, str) else [[name] for name in sorted(targets)]
@@ -295,36 +258,14 @@ class AdaptedModel:
             )
 
     def _update_layers(self) -> None:
-        """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
-        vars(self.base).pop("peft_config", None)
-        modules = self._adapted_modules()
         self.layers = {
             path: module
-            for path, module in modules
-            if isinstance(module, (ExactLoraLinear, ExactLoraExperts))
+            for path, module in self.base.named_modules()
+            if isinstance(module, ExactLoraLinear | ExactLoraExperts)
         }
 
-    def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
-        return [
-            (path, module)
-            for path, module in self.base.named_modules()
-            if isinstance(module, BaseTunerLayer)
-        ]
 
-    @contextlib.contextmanager
-    def _keeping_other_adapters(self) -> Generator[None]:
-        """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
-        owned = [parameter for name in self.configs for parameter in self.parameters(name).values()]
-        trained = [parameter for parameter in owned if parameter.requires_grad]
-        try:
-            yield
-        finally:
-            self.base.requires_grad_(False)
-            for parameter in trained:
-                parameter.requires_grad_(True)
-
-
-def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+def layer_kinds(base: CausalModel) -> dict[str, tuple[str, ...]]:
     """The linear layers of a base by their full names, grouped as `attention`, `mlp`, and the output head, `unembed`."""
     head = base.get_output_embeddings()
     kinds: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
@@ -337,7 +278,7 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(paths) for kind, paths in kinds.items()}
 
 
-def all_linear_names(base: PreTrainedModel, part: nn.Module) -> list[str]:
+def all_linear_names(base: CausalModel, part: nn.Module) -> list[str]:
     """Names of the linear layers that all-linear takes in a part of a model: without the output head, what chooses experts, names that peft
     takes for experts (as in releases of transformers in which each expert had layers of its own), and layers that it does not adapt."""
     head = cast("nn.Module", base.get_output_embeddings())
@@ -359,68 +300,18 @@ def all_linear_names(base: PreTrainedModel, part: nn.Module) -> list[str]:
     return sorted(name for name in names if not _means_experts(base, [name]))
 
 
-def _means_experts(base: PreTrainedModel, targets: str | list[str]) -> bool:
+def _means_experts(base: CausalModel, targets: str | list[str]) -> bool:
+    if base.config.model_type in FAMILIES:  # they have none
+        return False
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     trial = LoraConfig(target_modules=targets)
     try:
         convert_peft_config_for_transformers(trial, base, None)
     except ValueError:  # it is one of several that peft takes for one matrix
         return True
     return bool(trial.target_parameters)
-
-
-def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
-    """The peft config of a new adapter."""
-    targets = settings.target_modules
-    return LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        use_rslora=settings.rslora,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        target_parameters=list(settings.target_parameters) or None,
-        task_type="CAUSAL_LM",
-    )
-
-
-def scaling_of(config: LoraConfig) -> float:
-    """The factor that an adapter's output is multiplied by."""
-    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-
-
-def peft_config_dict(config: LoraConfig) -> dict[str, Any]:
-    """The content of adapter_config.json, with JSON types only."""
-    described = {**config.to_dict(), "inference_mode": True}
-    return json.loads(json.dumps(described, default=_to_json))
-
-
-def read_lora_config(folder: Path) -> LoraConfig:
-    """The config of a stored adapter. Raises `ModelError` for kinds of adapter that are not plain LoRA."""
-    if not folder.is_dir():
-        raise ModelError(
-            f"model.adapter: there is no folder {folder} (looked in {Path.cwd()}). Give one that holds {CONFIG} and "
-            f"{WEIGHTS}."
-        )
-    if not (folder / CONFIG).is_file():
-        raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
-    stored = read_json(folder / CONFIG)
-    if stored.get("peft_type") != "LORA":
-        raise ModelError(
-            f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected."
-        )
-    extra = [key for key in UNSUPPORTED if stored.get(key)] + (
-        ["bias"] if stored.get("bias", "none") != "none" else []
-    )
-    start = stored.get("init_lora_weights", True)
-    if start not in PLAIN_STARTS:  # other starts change the base too, and the file does not hold it
-        extra.append(f"init_lora_weights={start}")
-    if extra:
-        raise ModelError(
-            f"model.adapter: {folder} uses {', '.join(extra)}, which this version does not train. "
-            "Merge it into its base and give the merged model as model.name."
-        )
-    config = cast("LoraConfig", LoraConfig.from_pretrained(str(folder)))
-    config.inference_mode = False
-    return config
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
@@ -475,7 +366,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return tree_hash(contents(), torch.get_num_threads())
 
 
-def no_target_message(base: PreTrainedModel, problem: str) -> str:
+def no_target_message(base: CausalModel, problem: str) -> str:
     """Message about a problem with `lora.target_modules` that lists the kinds of linear layers of the base."""
     kinds = sorted(
         {
@@ -495,7 +386,3 @@ def _name_list(title: str, items: list[str]) -> str:
         return ""
     suffix = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
     return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + suffix
-
-
-def _to_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)

@@ -4,8 +4,8 @@ Memory is that of the engines that will compute the model: our own if it has a n
 (`groupwise.engine.models.footprint`). For a run with several processes it is the total of all of them. Memory that the first process
 filled before the fork is shared, as long as none of them writes to it.
 
-Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only the other models need an import of torch,
-transformers and peft, which takes seconds.
+Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only the other models need an import of torch and
+transformers, which takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
+
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 MIB = 2**20
 PROCESS_MIB = 600.0
@@ -303,7 +305,7 @@ STATE_TOKENS = 16
 """Tokens of the text whose states are measured: more than the kernel of a convolution."""
 
 
-def _state_numbers(model: PreTrainedModel, sizes: Sizes) -> int:
+def _state_numbers(model: CausalModel, sizes: Sizes) -> int:
     """Numbers in the states that this model, which has no storage, keeps of one text beside keys and values; 0 if that cannot be seen."""
     if not sizes.layers_without_keys and "hybrid" not in (
         getattr(model.config.get_text_config(), "layer_types", None) or ()

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import varlen
 
 ATTENTION = "groupwise_text_mask"
 """Name of this attention in transformers' registries and in a model's config; transformers writes it to no file."""
@@ -194,7 +194,7 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def _attention(
+def masked_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -234,5 +234,5 @@ def _attention(
     return output_NHD.unflatten(0, (-1, attention_mask.queries)), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, masked_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.core.types import PromptLogprobs, TopLogprobs
-from groupwise.engine.models.decoder import has_state
 from groupwise.engine.models.machine import engine_products, send
 from groupwise.engine.models.native.fused import kernels_for
-from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow
 from groupwise.engine.sampler.logits import prompt_logprobs
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
@@ -41,7 +40,6 @@ from groupwise.engine.sampler.queued import (
     draw_members,
     draw_numbers,
 )
-from groupwise.engine.sampler.row_engine import RowEngine
 from groupwise.engine.sampler.rules import not_finite, refuse_long_prompt
 from groupwise.engine.sampler.weights import ServedWeights
 
@@ -277,9 +275,13 @@ def _make_engine(
     weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
 ) -> DecodeEngine:
     model = weights.native() if native else None
-    if model is None and has_state(weights.model.config):
-        return RowEngine(weights)
     if model is None:
+        # They take seconds to import.
+        from groupwise.engine.models.decoder import has_state
+        from groupwise.engine.sampler.transformers_engines import RowEngine, SlotEngine
+
+        if has_state(weights.model.config):
+            return RowEngine(weights)
         return SlotEngine(weights, layout.slots, layout.key_length)
     if model.device.type == "cpu":
         return NativeEngine(model, weights)

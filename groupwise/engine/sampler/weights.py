@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
 
+if TYPE_CHECKING:
+    from groupwise.engine.models.lora_config import AdapterConfig
+    from groupwise.engine.models.native.causal_lm import CausalModel
+
 
 class ServedWeights(Protocol):
     """Interface to the served weights."""
 
-    model: PreTrainedModel
+    model: CausalModel
 
     def read(self, folder: Path) -> None:
         """Overwrite the weights from a published folder; raises `ModelError` unless all names and shapes match."""
@@ -47,7 +49,7 @@ class ServedAdapter:
     """The sampler's own adapter, over a base that the learner may share."""
 
     def __init__(
-        self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
+        self, adapted: AdaptedModel, name: str = "served", config: AdapterConfig | None = None
     ) -> None:
         """`name`: its name among the adapters over that base; `config`: its shape, None for the shape given with the base."""
         self.adapted = adapted
@@ -80,7 +82,7 @@ class ServedAdapter:
 class ServedModel:
     """The sampler's own copy of a whole model, for full fine-tuning and for evaluating a model without an adapter."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.model = model
         self._changed = False
 

@@ -13,7 +13,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Message
 from groupwise.engine.models.chat_template import missing_turn_warning
-from groupwise.engine.models.tokens import prompt_ids
+from groupwise.engine.models.tokens import prompt_ids, text_ids
 
 QUESTION = "What is two plus three?"
 ANSWER = "It makes five."
@@ -258,11 +258,10 @@ def _render_ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> li
     """A conversation as token ids; `ask` appends the start of the next answer."""
     if ask:
         return list(prompt_ids(tokenizer, list(messages)))
-    return list(
-        tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=False, tokenize=True, return_dict=False
-        )
+    text = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=False, tokenize=False
     )
+    return list(text_ids(tokenizer, text))
 
 
 def _assistant_message(text: str) -> Message:

@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.algorithms.registry import make
 from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.models.files import read_tensors, write_tensors
-from groupwise.engine.models.lora import WEIGHTS
+from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.training import build, placement
 from groupwise.training.build import Parts
 from groupwise.training.config import RunConfig, load_config

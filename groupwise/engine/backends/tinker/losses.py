@@ -36,8 +36,8 @@ from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import Row
 from groupwise.engine.backends.tinker.offer import LOSSES, Offer
-from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import longest_completion
+from groupwise.engine.learner.targets import ForwardResult
 from groupwise.engine.learner.torch_learner import token_batch
 
 TINKER = Offer()

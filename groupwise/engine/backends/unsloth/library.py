@@ -24,8 +24,10 @@ from groupwise.core.errors import ModelError, UsageError
 from groupwise.engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from groupwise.engine.models.lora_config import AdapterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,9 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
     return model
 
 
-def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
+def adapt(
+    model: PreTrainedModel, config: AdapterConfig, *, gradient_checkpointing: bool
+) -> PeftModel:
     """Add an adapter called `FIRST_ADAPTER` to the model; Unsloth's own kernels compute it if they support it."""
     targets = config.target_modules
     with _contain_output():

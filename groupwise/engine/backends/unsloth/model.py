@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,17 +21,18 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardResult, whole_rows
+from groupwise.engine.learner.forward import whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
-from groupwise.engine.learner.targets import ForwardOutputs
+from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
 from groupwise.engine.models.lora import AdaptedModel, no_target_message
+from groupwise.engine.models.lora_config import AdapterConfig
 from groupwise.engine.models.text_mask import TextMask
 
 
 class Layer:
-    """A linear layer of peft, with the interface of `groupwise.engine.models.lora.ExactLoraLinear`."""
+    """A linear layer of peft, with the interface of `groupwise.engine.models.lora_layers.ExactLoraLinear`."""
 
     def __init__(self, module: LoraLayer) -> None:
         self.module = module
@@ -56,9 +57,10 @@ class UnslothModel(AdaptedModel):
     """A frozen base with named adapters; one is active at a time, and a lock gives the model to one thread."""
 
     def __init__(
-        self, base: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool
+        self, base: PreTrainedModel, config: AdapterConfig, *, gradient_checkpointing: bool
     ) -> None:
         super().__init__(base, config)
+        self._model = base
         self._alone = threading.RLock()
         try:
             self._peft: PeftModel = library.adapt(
@@ -75,7 +77,7 @@ class UnslothModel(AdaptedModel):
             previous = self.switch.active
             self._activate(name)
             try:
-                yield self.base
+                yield self._model
             finally:
                 self._activate(previous)
 
@@ -87,18 +89,49 @@ class UnslothModel(AdaptedModel):
         for layer in self.layers.values():
             cast("Layer", layer).act(name)
 
-    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
+    def _inject_adapter(self, name: str, config: AdapterConfig) -> None:
         """See `AdaptedModel._inject_adapter`. The first adapter replaces the one that `library.adapt` created."""
-        self._peft.add_adapter(name, config)
-        if library.FIRST_ADAPTER in self._peft.peft_config:
-            self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
-            self._peft.delete_adapter(library.FIRST_ADAPTER)
+        with self._keeping_other_adapters():
+            self._peft.add_adapter(name, config.as_peft())
+            if library.FIRST_ADAPTER in self._peft.peft_config:
+                self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
+                self._peft.delete_adapter(library.FIRST_ADAPTER)
+        config.target_modules = cast(
+            "Any", self._peft.peft_config[name]
+        ).target_modules  # all-linear, resolved
         self.configs[name] = config
         self._update_layers()
+        for parameter in self.parameters(name).values():
+            parameter.data = parameter.data.float()
         self._activate(self.switch.active)
 
+    def remove(self, name: str) -> None:
+        """See `AdaptedModel.remove`."""
+        self.configs.pop(name, None)
+        with self._keeping_other_adapters():
+            for path, module in [*self.base.named_modules()]:
+                if isinstance(module, LoraLayer):
+                    module._active_adapter = []  # peft would activate another one, and warn about it
+                    module.delete_adapter(name)
+                    if not module._all_available_adapter_names():
+                        self.base.set_submodule(path, module.get_base_layer())
+        self._update_layers()
+
+    @contextlib.contextmanager
+    def _keeping_other_adapters(self) -> Iterator[None]:
+        """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
+        owned = [parameter for name in self.configs for parameter in self.parameters(name).values()]
+        trained = [parameter for parameter in owned if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            self.base.requires_grad_(False)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
     def _update_layers(self) -> None:
-        """See `AdaptedModel._update_layers`."""
+        """See `AdaptedModel._update_layers`. Also remove the config that peft stores on the base, because it is only the last adapter's."""
+        vars(self.base).pop("peft_config", None)
         layers = {
             path: Layer(module)
             for path, module in self.base.named_modules()
@@ -155,7 +188,7 @@ class UnslothEngine:
             self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
         )
         with acting:
-            library.learning(self._weights.model)
+            library.learning(cast("PreTrainedModel", self._weights.model))
             yield compute
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:

@@ -12,7 +12,7 @@ from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.packed_attention import PackedAttention
 from groupwise.engine.learner.native.piece_attention import piece_attention
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import varlen
 from groupwise.engine.models.native.weights import Shape
 
 

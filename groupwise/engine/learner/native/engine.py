@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.divergence import teacher_kl
-from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import (
-    ForwardResult,
-    QueriedTokens,
-    compute_targets,
-    distributions_at,
-)
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import logits_of, token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
-from groupwise.engine.learner.targets import Distributions, ForwardOutputs, TokenNumbers
+from groupwise.engine.learner.targets import (
+    Distributions,
+    ForwardOutputs,
+    ForwardResult,
+    QueriedTokens,
+    TokenNumbers,
+    compute_targets,
+    distributions_at,
+)
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.native.ready import ready_to_learn
 from groupwise.engine.models.native.weights import NativeModel
+
+if TYPE_CHECKING:
+    from groupwise.engine.learner.engine import Compute
 
 
 class NativeEngine:

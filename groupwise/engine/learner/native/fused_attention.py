@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.padded_attention import PaddedAttention, real_places
@@ -78,6 +77,13 @@ def fused_attention(
 ) -> list[FusedAttention]:
     """One attention object for each set of texts."""
     return [FusedAttention(shape, text_set, real_places(text_set, device)) for text_set in texts]
+
+
+def causal_lower_right(queries: int, keys: int) -> Tensor:
+    """The mask with which queries are the last of the keys; its module takes a second to import."""
+    from torch.nn.attention.bias import causal_lower_right as mask
+
+    return mask(queries, keys)
 
 
 def _attention_output(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.learner.native.layout import Texts
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import varlen
 from groupwise.engine.models.native.weights import Shape
 
 

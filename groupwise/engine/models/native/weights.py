@@ -14,21 +14,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.causal_lm import CausalLM
 from groupwise.engine.models.native.facts import FAMILIES, head_size
 from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Layer, Linear, Part
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.native.causal_lm import CausalModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ PRODUCTS = {
 }
 """Transformers' names for the matrices of each product of a layer; the product stacks them in this order."""
 
-_native_models: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
+_native_models: WeakKeyDictionary[CausalModel, NativeModel | None] = WeakKeyDictionary()
 
 PROBE = 32
 """Tokens of the text on which native and transformers' logits are compared."""
@@ -75,7 +77,7 @@ class NativeModel:
     model's by `shift`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
+    def __init__(self, model: CausalModel, *, check: bool = True) -> None:
         """Raise ValueError if `refusal` gives a reason, or, with `check`, if the logits differ from the model's own."""
         reason = refusal(model)
         if reason:
@@ -117,7 +119,7 @@ class NativeModel:
                 self._shift_head(logits_NV)
 
     @torch.no_grad()
-    def take_weights(self, model: PreTrainedModel) -> None:
+    def take_weights(self, model: CausalModel) -> None:
         """Take the weights that the model has now, in the same memory, which recordings read: those that are no views of its modules'."""
         modules, body = dict(model.named_modules()), cast("Any", model.get_decoder())
         for linear in self.products:
@@ -278,7 +280,7 @@ class NativeModel:
         return Linear(parts, weight, torch.cat(biases))
 
     @torch.no_grad()
-    def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
+    def _probe_logits(self, model: CausalModel | None) -> Tensor:
         """Logits of a fixed text; raises ValueError if `model` is given and its logits differ."""
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
         ours_NV = plain_logits(self, ids_N)
@@ -306,14 +308,15 @@ class NativeModel:
         self.head.bias_O.sub_(self.shift)
 
 
-def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
+def native_model(model: CausalModel, *, anew: bool = False) -> NativeModel | None:
     """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
     It is built once for each model. With `anew` it takes the model's weights, which have changed since.
     """
     if model not in _native_models:
         try:
-            _native_models[model] = NativeModel(model)
+            # Our own modules are tested to compute what transformers' do, and their forward pass would import these.
+            _native_models[model] = NativeModel(model, check=not isinstance(model, CausalLM))
         except ValueError as error:
             logger.warning(
                 "this model is sampled and trained by transformers' modules, which is slower: %s",
@@ -325,7 +328,7 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
     return _native_models[model]
 
 
-def refusal(model: PreTrainedModel) -> str | None:
+def refusal(model: CausalModel) -> str | None:
     """Why this model cannot be computed natively; None if it can."""
     config: Any = model.config
     if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
@@ -344,12 +347,12 @@ def refusal(model: PreTrainedModel) -> str | None:
         return f"its rotary positions ({rotary.rope_type}) depend on the length of the text"
     if 2 * len(rotary.inv_freq) != head_size(config):
         return "its rotary positions turn a part of each head only"
-    if isinstance(model.get_input_embeddings(), BaseTunerLayer):
+    if hasattr(model.get_input_embeddings(), "base_layer"):
         return "an adapter changes its embeddings"
     return _unreadable(model)
 
 
-def _unreadable(model: PreTrainedModel) -> str | None:
+def _unreadable(model: CausalModel) -> str | None:
     """Why one of its weights is not a plain matrix in the model's number format, e.g. in a quantised model; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
@@ -360,7 +363,7 @@ def _unreadable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def _matrices(model: CausalModel) -> Iterator[tuple[str, Any]]:
     """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for messages."""
     body: Any = model.get_decoder()
     for number, layer in enumerate(body.layers):
@@ -376,9 +379,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 def _base_layer(module: nn.Module) -> nn.Linear:
     """The linear layer inside an adapter layer, or the module itself if it is none."""
-    return cast(
-        "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-    )
+    return cast("nn.Linear", getattr(module, "base_layer", module))
 
 
 def _interleaved_order(size: int, device: torch.device) -> Tensor:

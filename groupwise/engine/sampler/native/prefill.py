@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models import varlen
 from groupwise.engine.models.machine import send
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers, text_attention
 from groupwise.engine.models.native.weights import NativeModel

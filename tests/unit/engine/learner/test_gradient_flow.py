@@ -15,7 +15,9 @@ from groupwise.engine.learner.native.product import Product
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
+from groupwise.engine.models.lora_layers import ExactLoraLinear
 from groupwise.engine.models.native.linear import Factors, Linear
 from groupwise.engine.models.native.weights import NativeModel, native_model
 from groupwise.engine.models.tiny import tiny_model

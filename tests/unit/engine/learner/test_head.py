@@ -14,7 +14,8 @@ from groupwise.engine.learner.head import token_numbers
 from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from tests.unit.engine.learner.plain_head import plain_numbers
 from tests.unit.engine.models.native.families import randomised
@@ -123,7 +124,7 @@ def test_without_a_gradient_the_numbers_are_the_same(kind):
 def test_dropout_of_an_adapter_drops_the_same_in_both_passes():
     made = Head("adapted")
     module: Any = made.decoder.head
-    module.lora_dropout["policy"] = nn.Dropout(0.5)
+    module.dropout["policy"] = 0.5
     module.switch.dropout = True
     torch.manual_seed(3)
     mine = hidden()

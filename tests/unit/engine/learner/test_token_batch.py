@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from groupwise.core.types import Row, SiblingRowStats
-from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import MicroBatch
+from groupwise.engine.learner.targets import ForwardResult
 from groupwise.engine.learner.torch_learner import token_batch
 
 

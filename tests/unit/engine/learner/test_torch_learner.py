@@ -29,8 +29,8 @@ from groupwise.core.errors import ModelError, NonFiniteError, OutOfMemoryError, 
 from groupwise.core.types import OptimiserParams
 from groupwise.engine.learner.layout import PackedBatch, PackedGroups
 from groupwise.engine.learner.native.layout import FlatBatch
-from groupwise.engine.models.lora import CONFIG, WEIGHTS
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import varlen
+from groupwise.engine.models.lora_config import CONFIG, WEIGHTS
 from groupwise.engine.models.tiny import tiny_model
 from tests.disks import small_disk
 from tests.unit.engine.learner.native.test_attention import varlen_attn
@@ -213,7 +213,7 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
     rows, sums, wanted = plain[name]
     if "whole groups" in way:
         monkeypatch.setattr(varlen, "suits", lambda *_: True)
-        monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(varlen, "varlen_kernel", lambda: varlen_attn)
     learner = make_learner(**FAST[way])
     batches = learner._engine.cut(rows, learner._max_tokens, gradient=True)
     assert any(isinstance(batch, PackedBatch) for batch in batches) == ("packed" in way)

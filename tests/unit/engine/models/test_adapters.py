@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from groupwise.core.errors import ModelError
-from groupwise.engine.models import adapters, load
+from groupwise.engine.models import adapters
 from groupwise.engine.models.adapters import (
     adapter_commit,
     adapter_folder,
@@ -22,13 +22,8 @@ from groupwise.engine.models.adapters import (
     warn_of_other_base,
 )
 from groupwise.engine.models.config import LoraConfig, ModelConfig
-from groupwise.engine.models.lora import (
-    CONFIG,
-    WEIGHTS,
-    AdaptedModel,
-    new_lora_config,
-    read_lora_config,
-)
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import CONFIG, WEIGHTS, new_lora_config, read_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.models.tokenizer import resolve
 from tests.tunix_models import model_of
@@ -53,7 +48,7 @@ def no_loading(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
 
 
 def starting(adapter, **more) -> ModelConfig:
@@ -152,7 +147,7 @@ def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):
     adapted = meta_adapter(model, config)
     assert adapted.layers
     assert all(".language_model.layers." in path for path in adapted.layers)
-    adapted.configs["hollow"].save_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps(adapted.configs["hollow"].to_json()))
     save_file({k: torch.zeros(v.shape) for k, v in adapted.parameters("hollow").items()}, tmp_path / WEIGHTS)  # fmt: skip
     check_adapter(model.model_copy(update={"adapter": str(tmp_path)}), settings)
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3Ne
 from groupwise.engine.learner.native import fused_attention
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.models import decoder as decoder_module
+from groupwise.engine.models import varlen
 from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.weights import Shape
 from groupwise.engine.models.text_mask import TextMask
 from groupwise.engine.sampler.native import graph_engine
@@ -108,7 +108,8 @@ class Kernel(torch.autograd.Function):
 @pytest.fixture
 def modes(monkeypatch) -> list[int]:
     monkeypatch.setattr(Kernel, "modes", [])
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *given, **_: Kernel.apply(*given[:3]))
+    kernel: Any = lambda *given, **_: Kernel.apply(*given[:3])  # noqa: E731
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: kernel)
     return Kernel.modes
 
 

@@ -14,7 +14,8 @@ from groupwise.engine.models.bundled import tiny_folder
 from groupwise.engine.models.card import WeightsLocation, model_card
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord

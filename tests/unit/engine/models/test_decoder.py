@@ -30,7 +30,7 @@ from groupwise.engine.models.decoder import (
 )
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 from groupwise.engine.models.tiny import tiny_model
-from tests.unit.engine.models.native.families import SMALL
+from tests.unit.engine.models.native.families import SMALL, in_own_modules
 
 SIZES = {**SMALL, "head_dim": 8}
 MIXED = ["sliding_attention", "full_attention"]
@@ -42,6 +42,8 @@ CONFIGS = {
         **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3": lambda: Qwen3Config(**SIZES),
+    "llama in our own modules": lambda: LlamaConfig(**SIZES),
+    "qwen3 in our own modules": lambda: Qwen3Config(**SIZES),
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=5),
     "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=5),
     "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=5, layer_types=MIXED, **CAPS),
@@ -63,6 +65,8 @@ def decoder(request):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)  # so that attention is far from uniform, and a wrong mask shows
+    if "in our own modules" in request.param:
+        model = in_own_modules(model)
     return Decoder(model.requires_grad_(False))
 
 

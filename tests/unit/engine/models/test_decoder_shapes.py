@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.engine.models import plan
+from groupwise.engine.models import load, plan
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_decoder
 from tests.unit.engine.models.native.families import FAMILIES
@@ -46,6 +46,7 @@ def test_it_counts_what_a_model_without_storage_has(family, changes, lora, tmp_p
     by_arithmetic = told()
     monkeypatch.undo()
     monkeypatch.setattr(plan, "read_decoder", lambda config: None)
+    monkeypatch.setattr(load, "read_config", lambda config: None)
     assert by_arithmetic == told()
 
 

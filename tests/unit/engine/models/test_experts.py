@@ -21,7 +21,8 @@ from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache
 from groupwise.engine.models.experts import ALL_ROWS, compute_experts, experts_of
 from groupwise.engine.models.export import write_merged
 from groupwise.engine.models.files import read_model_tensors, write_tensors
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config, read_adapter
+from groupwise.engine.models.lora import AdaptedModel, read_adapter
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.plan import count_parameters
 from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.models.native.families import SMALL, made, randomised

@@ -17,7 +17,8 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.export import write_merged, write_whole
 from groupwise.engine.models.files import read_model_tensors
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft

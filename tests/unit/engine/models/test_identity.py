@@ -10,7 +10,8 @@ from groupwise.engine.models import identity as module
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.lora import WEIGHTS, AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import WEIGHTS, new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 
 

@@ -12,16 +12,8 @@ from safetensors.torch import load_file, save_file
 from groupwise.core.errors import ModelError
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import (
-    CONFIG,
-    WEIGHTS,
-    AdaptedModel,
-    fingerprint,
-    layer_kinds,
-    new_lora_config,
-    read_adapter,
-    read_lora_config,
-)
+from groupwise.engine.models.lora import AdaptedModel, fingerprint, layer_kinds, read_adapter
+from groupwise.engine.models.lora_config import CONFIG, WEIGHTS, new_lora_config, read_lora_config
 from groupwise.engine.models.native import linear
 from groupwise.engine.models.tiny import tiny_model
 
@@ -72,8 +64,13 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     generator = torch.Generator().manual_seed(1)
     down, up = layer.factors("policy")
     base = layer.get_base_layer().weight
+    of_peft_layer: Any = PeftLinear(
+        layer.get_base_layer(), "policy", config.as_peft(), r=16, lora_alpha=32
+    )
     with torch.no_grad():
         up.copy_(learning_rate * torch.sign(torch.randn(up.shape, generator=generator)))
+        of_peft_layer.lora_A["policy"].weight.copy_(down)
+        of_peft_layer.lora_B["policy"].weight.copy_(up)
         base.copy_(torch.randn(base.shape, generator=generator) / 16)
         inputs = torch.randn(1 << 13, 256, generator=generator).bfloat16()
         exact = 2.0 * (inputs.double() @ down.double().t()) @ up.double().t()
@@ -87,7 +84,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
             before = layer(inputs)
         with model.using("policy"):
             ours = slope(layer(inputs), before)
-            theirs = slope(PeftLinear.forward(layer, inputs), before)
+            theirs = slope(of_peft_layer(inputs), before)
     assert before.dtype == torch.bfloat16
     assert 0.95 < ours < 1.05
     assert theirs < of_peft, "the comparison has lost its point: peft adds before rounding now"
@@ -241,7 +238,7 @@ def test_peft_reloads_what_was_saved(tmp_path, shape):
 def test_what_peft_saved_is_loaded(tmp_path):
     from peft import get_peft_model
 
-    theirs = get_peft_model(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=12)))
+    theirs = get_peft_model(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=12)).as_peft())
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -328,7 +325,6 @@ def test_the_layer_computes_the_low_rank_sum(monkeypatch, at_once):
         torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 @pytest.mark.parametrize("targets", [("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")])
 def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
     """Such as one whose targets would have no effect."""
@@ -345,3 +341,46 @@ def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
     assert all(torch.equal(logits(model, name), before[name]) for name in before)
     assert all(p.requires_grad for p in model.parameters("narrow").values())
     assert not any(p.requires_grad for p in model.parameters("mlp").values())
+
+
+NARROW = {"layers_to_transform": [1], "use_rslora": True}
+PART = {"exclude_modules": ["layers.0.self_attn.v_proj"]}
+
+
+@PEFT_ASKS
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        NARROW,
+        {**NARROW, "layers_pattern": "layers"},
+        PART,
+        {"target_modules": r".*1\.mlp.*proj"},
+    ],
+    ids=str,
+)
+def test_the_config_is_that_of_peft(told, tmp_path):
+    """In every key of its file, and in the layers that it names."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    theirs = PeftConfig(
+        r=3, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **told}
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = read_lora_config(tmp_path)
+    stored = json.loads((tmp_path / CONFIG).read_text())
+    found = ours.to_json()
+    assert {**found, "target_modules": set(found.pop("target_modules"))} == {
+        **stored,
+        "inference_mode": True,
+        "target_modules": set(stored["target_modules"]),
+    }
+    model = AdaptedModel(tiny_model(), ours)
+    model.add("policy", trainable=True, seed=0)
+    wanted = [
+        name
+        for name, _ in get_peft_model(tiny_model(), theirs).named_parameters()
+        if ".lora_" in name
+    ]
+    assert sorted(name.replace(".default", "") for name in wanted) == [*model.parameters("policy")]

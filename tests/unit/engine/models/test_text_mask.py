@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.engine.models import text_mask
-from groupwise.engine.models.native import varlen
+from groupwise.engine.models import text_mask, varlen
 from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.learner.native.test_attention import varlen_attn
 
@@ -50,7 +49,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(name, way, monkeypatch):
     mask = MASKS[name]
     monkeypatch.setattr(text_mask, "QUERIES", 4)
     if way == "packed kernel":
-        monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(varlen, "varlen_kernel", lambda: varlen_attn)
         monkeypatch.setattr(varlen, "suits", lambda *_: True)
     given = inputs(mask)
     dense = mask.dense(torch.device("cpu"))[:, None]
@@ -58,7 +57,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(name, way, monkeypatch):
     results = []
     for each in (mask, dense):
         queries, keys, values = given
-        found, _ = text_mask._attention(Attention(), queries, keys, values, each, scaling=0.2)
+        found, _ = text_mask.masked_attention(Attention(), queries, keys, values, each, scaling=0.2)
         results.append((found.detach(), *torch.autograd.grad((found * weights).sum(), given)))
     torch.testing.assert_close(results[0], results[1])
 
@@ -71,8 +70,8 @@ def test_a_learner_gets_gradients_after_a_sampler_has_computed_the_same_texts(na
         cached.cache_clear()
     queries, keys, values = given = inputs(MASKS[name])
     with torch.inference_mode():
-        text_mask._attention(Attention(), queries, keys, values, MASKS[name])
-    found, _ = text_mask._attention(Attention(), queries, keys, values, MASKS[name])
+        text_mask.masked_attention(Attention(), queries, keys, values, MASKS[name])
+    found, _ = text_mask.masked_attention(Attention(), queries, keys, values, MASKS[name])
     assert all(each.any() for each in torch.autograd.grad(found.sum(), given))
 
 
@@ -107,7 +106,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(mask_of, dtype, mo
         mask = mask_of(length)
         with LargestTensor() as seen:
             queries, keys, values = inputs(mask, dtype=dtype)
-            found, _ = text_mask._attention(Attention(), queries, keys, values, mask)
+            found, _ = text_mask.masked_attention(Attention(), queries, keys, values, mask)
             found.sum().backward()
         largest.append(seen.numel)
     assert largest[1] <= 2 * largest[0] < 256**2 * 2

@@ -18,7 +18,8 @@ from groupwise.engine.learner.gradient_flow import trained_slopes
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel, fingerprint
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 from groupwise.training import build, placement

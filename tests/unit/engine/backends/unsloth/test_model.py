@@ -16,7 +16,8 @@ from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.load import load_model
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config, read_adapter
+from groupwise.engine.models.lora import AdaptedModel, read_adapter
+from groupwise.engine.models.lora_config import new_lora_config
 from tests import unsloth
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -28,7 +28,8 @@ from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from tests.unit.engine.models.native.families import SMALL
 
 SIZES: dict[str, Any] = {**SMALL, "vocab_size": 102}

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
+from groupwise.engine.models.native.causal_lm import CausalLM, config_from_json
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -70,6 +72,13 @@ def made(config: Any, *, dtype: torch.dtype = torch.float32, noise: float = 0.15
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
     return model.to(dtype)
+
+
+def in_own_modules(model: Any) -> CausalLM:
+    """A model of transformers with the same weights in our own modules."""
+    own = CausalLM(config_from_json(model.config.to_dict(), ""))
+    assert own.take_tensors(model.state_dict())
+    return own
 
 
 def family(name: str, **how: Any) -> Any:

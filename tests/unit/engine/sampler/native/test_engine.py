@@ -26,12 +26,13 @@ from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import run_eagerly
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.transformers_engines import SlotEngine
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.device_checks import changed, generated, published
 from tests.fake_cuda_graph import FakeCudaGraph

@@ -6,6 +6,8 @@ micro-batch, the sampler for the prompts of a step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -14,22 +16,31 @@ from torch import Tensor
 
 from groupwise.engine.models.attention_kernels import with_deterministic_gradient
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""True if the kernel needs a flag for fewer key heads than query heads; torch 2.11 needs none."""
+
+
+@cache
+def varlen_kernel() -> Callable[..., Any] | None:
+    """Torch's function; None if this release has none. Its module takes a second to import."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return varlen_attn
+
+
+@cache
+def _needs_flag(kernel: Callable[..., Any]) -> bool:
+    """True if the kernel needs a flag for fewer key heads than query heads; torch 2.11 needs none."""
+    return "enable_gqa" in signature(kernel).parameters
 
 
 def suits(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """True if the kernel computes heads of this size and number format on this device."""
     return (
-        varlen_attn is not None
-        and device.type == "cuda"
+        device.type == "cuda"
+        and varlen_kernel() is not None
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and dtype in FORMATS
@@ -53,9 +64,10 @@ def attention(
 
     `scale` and `window` as in `groupwise.engine.models.text_mask.causal_attention`.
     """
-    kernel: Any = varlen_attn  # its signature differs between torch releases
+    kernel = varlen_kernel()
+    assert kernel is not None, "the caller asks `suits` before"
     grouped = queries_NHD.shape[1] != keys_KJD.shape[1]
-    options: dict[str, Any] = {"enable_gqa": grouped} if GROUPED else {}
+    options: dict[str, Any] = {"enable_gqa": grouped} if _needs_flag(kernel) else {}
     # Tokens seen before and after a query, whose last is aligned to the last key; -1 means all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     output_NHD = kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, scale=scale, **options)

@@ -24,8 +24,9 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.forward import Paths, choose_paths
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.decoder import Decoder
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
-from groupwise.engine.sampler.row_engine import RowEngine
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
+from groupwise.engine.sampler.transformers_engines import RowEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
