@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
-from groupwise.engine.models.experts import experts_of, routed_blocks
+from groupwise.engine.models.experts import experts_of, routed_blocks, router_shape
 from groupwise.engine.models.files import FULL_WEIGHTS, read_model_tensors, write_tensors
 from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.lora_config import CONFIG, read_lora_config
@@ -453,9 +453,8 @@ class VllmServer:
     def _experts(self, serving: Serving, tokens: list[int]) -> str:
         """The experts of all tokens but the last, as a NumPy file in base64; uint8, as of the newest releases."""
         model = serving.weights.model
-        chosen_TLK = torch.zeros(
-            len(tokens) - 1, model.config.num_hidden_layers, model.config.num_experts_per_tok
-        )
+        shape = router_shape(model)
+        chosen_TLK = torch.zeros(len(tokens) - 1, shape.layers, shape.top_k)
 
         def note(layer: int) -> Callable[..., None]:
             def hook(_: Any, given: tuple[torch.Tensor, ...]) -> None:
