@@ -101,6 +101,8 @@ FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
 LAUNCHED = ("launch.md",)
 """Pages whose commands place jobs, some of them over SSH."""
+OF_ENVIRONMENTS = ("fruits",)
+"""Runs with an environment of another library, which `make test-environments` trains."""
 OF_VLLM = {
     "--enable-return-routed-experts",
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
@@ -333,7 +335,7 @@ def within_seconds(words: list[str]) -> list[str]:
         return ["fetch-model", "tiny"]
     if words[0] == "fetch-tunix":  # gigabytes from the network; `make test-tunix` does it
         return [*words, "--help"]
-    if words[0] == "environments" or any(map(split_spec, words)):
+    if words[0] == "environments" or any(map(split_spec, words)) or words[-1] in OF_ENVIRONMENTS:
         return [words[0], *(words[1:2] if words[0] == "environments" else ()), "--help"]  # likewise
     if words[0] == "init":
         return with_the_tiny_model(words)

@@ -187,7 +187,7 @@ def batch_of() -> FlatBatch:
 def test_a_gradient_is_made(monkeypatch, device, name, dtype, recompute, wanted):
     """In float32 with attention of padded texts, in bfloat16 by one kernel for all texts."""
     monkeypatch.setattr(varlen, "suits", lambda size, dtype, device: dtype == BF16)
-    monkeypatch.setattr(varlen, "varlen_attn", many_texts)
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: many_texts)
     weights, batch = Adapted(device, name, dtype), batch_of()
     model, parameters = weights.native(), weights.parameters()
     with device.here():

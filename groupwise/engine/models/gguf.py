@@ -24,7 +24,7 @@ class _Progress(io.StringIO):
 
     def write(self, text: str) -> int:
         """Show the percentage in `text`, if there is one."""
-        if found := re.search(r"(\d+)%", text):
+        if found := re.search(r"(\d{1,3})%", text):
             self._show(f"step 2 of 4: {found[1]} % of the weights dequantised")
         return len(text)
 

@@ -34,7 +34,9 @@ def model(tmp_path: Path) -> Path:
         dtype="bfloat16",
         architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{% if enable_thinking is defined %}{% endif %}"
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -106,7 +106,7 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosine and sine of the angles by which queries and keys are turned at a position."""
+    """Cosine and sine of the angles by which queries and keys are rotated at a position."""
 
     attention_scaling = 1.0
 
@@ -164,7 +164,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
     ) -> Tensor:
         # Imports transformers, so only where modules compute.
         from groupwise.engine.models.text_mask import masked_attention
@@ -174,14 +174,14 @@ class Attention(nn.Module):
         values = self.v_proj(x).view(shape).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = (_turned(each.transpose(1, 2), *turns) for each in (queries, keys))
+        queries, keys = (_apply_rotary(each.transpose(1, 2), *cos_sin) for each in (queries, keys))
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
         output, _ = masked_attention(self, queries, keys, values, mask, scaling=self.head_dim**-0.5)
         return self.o_proj(output.reshape(*x.shape[:-1], -1))
 
 
-def _turned(x_BJTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+def _apply_rotary(x_BJTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     first, second = x_BJTD.chunk(2, dim=-1)
     return x_BJTD * cos_BTD[:, None] + torch.cat((-second, first), dim=-1) * sin_BTD[:, None]
 
@@ -213,19 +213,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
     ) -> Tensor:
         if self.gradient_checkpointing and self.training:
             repeated = checkpoint(
-                self._output, x, turns, mask, past_key_values, use_reentrant=False
+                self._output, x, cos_sin, mask, past_key_values, use_reentrant=False
             )
             return cast("Tensor", repeated)
-        return self._output(x, turns, mask, past_key_values)
+        return self._output(x, cos_sin, mask, past_key_values)
 
     def _output(
-        self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any, past_key_values: Any
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns, mask, past_key_values)
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, mask, past_key_values)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -260,9 +260,9 @@ class DecoderStack(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(count, device=input_ids.device)[None]
         x_BTH = self.embed_tokens(input_ids)
-        turns = self.rotary_emb(x_BTH, position_ids)
+        cos_sin = self.rotary_emb(x_BTH, position_ids)
         for layer in self.layers:
-            x_BTH = layer(x_BTH, turns, mask, past_key_values)
+            x_BTH = layer(x_BTH, cos_sin, mask, past_key_values)
         return SimpleNamespace(last_hidden_state=self.norm(x_BTH))
 
 
