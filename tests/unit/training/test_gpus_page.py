@@ -35,7 +35,8 @@ def model(tmp_path: Path) -> Path:
         architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template += "{% if enable_thinking is defined %}{% endif %}"
+    thinking = "{% if enable_thinking is defined %}{% endif %}"
+    tokenizer.chat_template = f"{tokenizer.chat_template}{thinking}"
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -379,7 +379,8 @@ def dump() -> dict[str, Any]:
 
     names = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older one
     recompute = next(name for name in names if name in GRPOConfig.__dataclass_fields__)
-    config = GRPOConfig("out", use_cpu=True, bf16=False, **{recompute: True})
+    settings: dict[str, Any] = {recompute: True}
+    config = GRPOConfig("out", use_cpu=True, bf16=False, **settings)
     return json.loads(config.to_json_string())
 
 
