@@ -335,6 +335,8 @@ def within_seconds(words: list[str]) -> list[str]:
         return ["fetch-model", "tiny"]
     if words[0] == "fetch-tunix":  # gigabytes from the network; `make test-tunix` does it
         return [*words, "--help"]
+    if words[0] == "--install-completion":  # writes into the home folder
+        return ["--help"]
     if words[0] == "environments" or any(map(split_spec, words)) or words[-1] in OF_ENVIRONMENTS:
         return [words[0], *(words[1:2] if words[0] == "environments" else ()), "--help"]  # likewise
     if words[0] == "init":
