@@ -74,7 +74,7 @@ class Found:
 
     @property
     def times(self) -> float:
-        """How many times as dear a unit is at the large size."""
+        """Cost of a unit at the large size, divided by that at the small one."""
         return self.at_large / self.at_small
 
 
@@ -122,16 +122,6 @@ def stepping(work: Work) -> float:
         layout = placement.choose_layout(config, longest_prompt=work.longest)
         with closing(build.training_parts(config, layout, "growth", Path(folder))) as parts:
             return asyncio.run(steps(parts)) / work.sampled
-
-
-def completions(count: int) -> float:
-    """Of one prompt."""
-    return stepping(Work((64,), count, 48))
-
-
-def tokens(count: int) -> float:
-    """Of each of four completions."""
-    return stepping(Work((64,), 4, count))
 
 
 def recorded(rollouts: int, folder: Path) -> Path:
@@ -215,8 +205,9 @@ def cases(rollouts: int, folder: Path) -> list[Case]:
     few = rollouts // 100
     return [
         Case("prompts of a run", "prompt", 1000, 10_000, preparing),
-        Case("completions of a prompt", "token", 16, 256, completions),
-        Case("tokens of a completion", "token", 64, 4096, tokens, "each token attends to all before it"),
+        Case("completions of a prompt", "token", 16, 256, lambda count: stepping(Work((64,), count, 48))),
+        Case("tokens of a completion", "token", 64, 4096, lambda count: stepping(Work((64,), 4, count)),
+             "each token attends to all before it"),
         Case("rollouts in the record", "rollout", few, rollouts, partial(committing, folder=folder)),
         Case("resume, by rollouts in the record", "resume", few, rollouts, partial(resuming, folder=folder),
              "the record is read whole up to 512 MiB, which takes 0.7 s"),
@@ -260,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def line(found: Found) -> str:
-    """For people."""
+    """The line that is printed for a row of the table."""
     verdict = "" if found.times <= MOST else f"   {found.because or 'MORE THAN 1.5 TIMES'}"
     return (
         f"{found.name:<34} {found.small:>9,} {found.at_small:9.3f} ms a {found.unit:<8}"

@@ -45,9 +45,9 @@ class Step:
     publishing: float
     recording: float
     published_bytes: float
-    """To all samplers."""
+    """Bytes that all samplers receive together."""
     longest: float
-    """Until the longest completion is drawn, however many samplers there are."""
+    """Seconds until the longest completion is drawn; more samplers do not shorten it."""
 
     @property
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The part of the step that takes longest."""
         if self.recording >= self.seconds:
             return "the one process that records"
         if self.publishing > max(self.sampling, self.learning):
@@ -172,7 +172,7 @@ def step(model: Model, learners: int, samplers: int, prompts: int) -> Step:
 
 
 def table() -> str:
-    """For the page."""
+    """The table of docs/operate/scaling.md."""
     head = (
         "| model | GPUs | completions of a step | learners + samplers | a step | sampled, tokens/s | "
         "learnt, tokens/s | weights, MB/s | limit |"

@@ -138,6 +138,6 @@ class ReportedRetry:
         return pause
 
     def end(self) -> None:
-        """Record that the service answered: the time for attempts begins again at the next failure."""
+        """Record that the service answered. The next failure starts a new time limit."""
         self._retry.renew()
         self._outage.end(self._back)

@@ -265,7 +265,7 @@ class Segment:
     teacher_top: tuple[TopLogprobs, ...] = ()
     """The teacher's most probable tokens at each of these places, if they were asked for."""
     routed_experts: RoutedExperts | None = None
-    """Like `Completion.routed_experts`. The record does not have them; see `groupwise.runs.routed_experts`."""
+    """The experts that the sampler chose, as in `Completion.routed_experts`. The record leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)

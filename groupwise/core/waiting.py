@@ -1,4 +1,4 @@
-"""Within one event loop: waits for changes and events, and ends background tasks."""
+"""Waits for changes and events, and ends background tasks, all within one event loop."""
 
 from __future__ import annotations
 

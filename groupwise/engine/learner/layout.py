@@ -33,12 +33,12 @@ class MicroBatch:
 
     @property
     def starts(self) -> tuple[tuple[int, int], ...]:
-        """Like `PackedBatch.starts`, if each row is computed with its own prompt."""
+        """The same as `PackedBatch.starts`, for rows that are each computed with their own prompt."""
         return tuple((number, 0) for number in range(len(self.rows)))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Like `PackedBatch.shape`, if each row is computed with its own prompt."""
+        """The same as `PackedBatch.shape`, for rows that are each computed with their own prompt."""
         return len(self.rows), max(map(_row_tokens, self.rows))
 
     @property

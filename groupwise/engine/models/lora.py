@@ -89,9 +89,8 @@ class AdaptedModel:
     def remove(self, name: str) -> None:
         """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
-        for path, module in reversed(
-            [*self.base.named_modules()]
-        ):  # an inner layer before its outer
+        # An inner layer comes before its outer one.
+        for path, module in reversed([*self.base.named_modules()]):
             if isinstance(module, LoraLayer):
                 module.remove(name)
                 if not module.lora_A:

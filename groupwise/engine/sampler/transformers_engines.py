@@ -30,7 +30,7 @@ class CachedPrompt(Prompt):
 
 
 class SlotEngine:
-    """An `DecodeEngine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
+    """A `DecodeEngine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
 
     Decoding always runs in the same shape (slots × key length); empty slots are computed and ignored, because another shape could change
     the last bits.

@@ -27,7 +27,7 @@ async def praise(judge, prompt, completion, answer, state) -> float:
 
 
 def shortest(completions) -> list[float]:
-    """1 for the shortest last poem of the group."""
+    """Give 1 to the completion whose last poem is the shortest of the group, and 0 to the others."""
     lengths = [len(str(completion[-1].content)) for completion in completions]
     return [float(length == min(lengths)) for length in lengths]
 

@@ -31,7 +31,7 @@ DEFAULT_STOP = {"llama": 2, "mistral": 2}
 
 @dataclass(slots=True)
 class CausalLMConfig:
-    """Settings by the names that transformers' configs have."""
+    """The settings of a model, under the names that transformers' configs use."""
 
     model_type: str
     vocab_size: int

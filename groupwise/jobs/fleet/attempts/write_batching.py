@@ -48,7 +48,7 @@ _BEGUN = "groupwise_steps"
 def in_steps(
     write: Callable[Concatenate[Session, P], Steps],
 ) -> Callable[Concatenate[Session, P], None]:
-    """Decorator: call the generator as a function. Its work is done when that returns, or when the surrounding `side_by_side` ends."""
+    """Decorator that makes a generator of steps a function that writes at once, or, within `side_by_side`, when that block ends."""
 
     @wraps(write)
     def run_or_defer(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:

@@ -360,7 +360,7 @@ PART = {"exclude_modules": ["layers.0.self_attn.v_proj"]}
     ids=str,
 )
 def test_the_config_is_that_of_peft(told, tmp_path):
-    """In every key of its file, and in the layers that it names."""
+    """Every key of its file is the same, and so are the layers that it names."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 

@@ -106,7 +106,7 @@ def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told(
 
 
 def test_one_that_was_forgotten_unseen_may_have_been_there_to_its_deadline() -> None:
-    """As where the laptop was shut as soon as it began."""
+    """The state is that of a laptop that was shut as soon as the job began."""
     lives = machine("i-1", "running", since="0", price="1", deadline=f"{24 * HOUR}")
     seen = usage_of([lives], HOUR)
     assert with_forgotten(seen, {"i-1"}, 3 * HOUR)["i-1"].hours == 1

@@ -75,7 +75,7 @@ def made(config: Any, *, dtype: torch.dtype = torch.float32, noise: float = 0.15
 
 
 def in_own_modules(model: Any) -> CausalLM:
-    """A model of transformers with the same weights in our own modules."""
+    """A copy of a transformers model in our own modules, with the same weights."""
     own = CausalLM(config_from_json(model.config.to_dict(), ""))
     assert own.take_tensors(model.state_dict())
     return own

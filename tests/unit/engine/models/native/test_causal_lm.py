@@ -104,7 +104,7 @@ def rows_adapter(model, **settings) -> TrainedAdapter:
 async def test_what_the_native_engine_does_not_compute_is_learnt_by_modules(
     settings, recomputed, tmp_path
 ):
-    """As over transformers' modules, to rounding."""
+    """The results equal those of transformers' modules, to rounding."""
     found = []
     for change in (in_own_modules, lambda model: model):
         weights = rows_adapter(change(family("qwen3")), **settings)
