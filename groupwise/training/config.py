@@ -473,7 +473,6 @@ class RunConfig(Strict):
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
-            "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
             "distributed.samplers": (self.distributed.samplers > 0, str(self.distributed.samplers), "the servers sample"),
         }  # fmt: skip
         for key, (clashes, value, why) in settings.items():
@@ -482,6 +481,12 @@ class RunConfig(Strict):
                     f"sampler.engine is {self.sampler.engine}, but {key} is {value}: {why}. Leave one of the two out.",
                     ("sampler.engine", key),
                 )
+        if self.sampler.routing_replay and self.distributed.strategy == "fsdp2":
+            yield Conflict(
+                "sampler.routing_replay is true, but distributed.strategy is fsdp2, whose learners choose experts themselves. Leave one of "
+                "the two out.",
+                ("sampler.routing_replay", "distributed.strategy"),
+            )
         if self.sampler.routing_replay and self.model.backend not in ("transformers", "tunix"):
             yield Conflict(
                 f"sampler.routing_replay is true, but model.backend is {self.model.backend}, which computes experts in its own way. Leave "
