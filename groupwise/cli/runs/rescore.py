@@ -42,7 +42,7 @@ def rescore(
     ] = None,
     dir: RunsDir = RUNS,
     step: Annotated[
-        int | None, option(None, "Only this step, an index from 0; default: all steps.")
+        int | None, option("N", "Only this step, an index from 0; default: all steps.")
     ] = None,
     limit: Annotated[
         int | None, option("N", "Maximum number of groups to score, the newest ones.", min=1)
@@ -124,7 +124,7 @@ def replay(
     run: RunArgument,
     dir: RunsDir = RUNS,
     step: Annotated[
-        int | None, option(None, "This step, an index from 0; default: the last one.")
+        int | None, option("N", "This step, an index from 0; default: the last one.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

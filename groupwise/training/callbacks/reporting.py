@@ -24,6 +24,7 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import not_installed
 from groupwise.core.settings.view import View
 from groupwise.runs.config import WITH_TABLES
 from groupwise.runs.curves import EVAL, OF_TRAINING, metrics_of, prefix_of
@@ -76,10 +77,7 @@ class Reporting(Callback):
         """Raise ValueError if a sink's package is not installed, or if the sink cannot write."""
         for name, sink in self._sinks.items():
             if importlib.util.find_spec(sink.package) is None:
-                raise ValueError(
-                    f"run.report_to names {name}, but the package {sink.package} is not installed: "
-                    f"pip install 'groupwise[{name}]'."
-                )
+                raise ValueError(not_installed(f"run.report_to: {name}", name, sink.package))
             with redirect_stdout(sys.stderr):
                 sink.check(config)
 
