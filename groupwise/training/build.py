@@ -1155,6 +1155,7 @@ def _build_sampler(
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
+        int8=config.sampler.quantization == "int8",
         frees_cache=layout.frees_cache,
     )
 

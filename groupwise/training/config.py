@@ -682,8 +682,8 @@ def load_config(
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(read_source_tree(source), overrides)
-    # By default, correct by importance sampling if completions come from earlier policies or from
-    # engines that round differently from the learner.
+    # By default, correct by importance sampling if completions come from earlier policies, from
+    # engines that round differently from the learner, or from quantised weights.
     training = tree.value(("training",))
     off_policy = (
         isinstance(training, dict)
@@ -692,7 +692,9 @@ def load_config(
     uses_servers = tree.value(("sampler", "engine")) in ("vllm", "sglang")
     replays_completions = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
-    if (off_policy or replays_completions or uses_servers) and isinstance(algorithm, dict):
+    quantized = tree.value(("sampler", "quantization")) is not None
+    corrected = off_policy or replays_completions or uses_servers or quantized
+    if corrected and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     # The default label goes from the environment into the config, so that a resume has the same one.

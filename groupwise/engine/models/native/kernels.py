@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from groupwise.engine.models.native.facts import LANES, STRETCH
+from groupwise.engine.models.native.facts import LANES, ROTATED, STRETCH
 from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
 
@@ -207,6 +207,60 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
             _store(y_F, f, active * up)
             _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
             _store(dup_F, f, dy * active)
+
+
+# Quantisation
+
+
+SMALLEST = np.float32(1e-30)
+"""The least peak of a row that is quantised, so that a row of zeros has a scale."""
+
+
+@kernel(cached=True)
+def quantize(x_NI: Array, inputs: int) -> Any:
+    """Rows as whole numbers of -127 to 127, with 128 added, and the scale of each row; `packed.rotated` says how they are rotated before.
+
+    The result has `inputs` columns; missing ones are 0.
+    """
+    rows = len(x_NI)
+    # An odd number of cache lines: rows whose distance is a power of two would share a few places of the cache.
+    q_NI = np.empty((rows, inputs | CACHE_LINE), np.uint8)
+    scales_N = np.empty(rows, np.float32)
+    rotated_I = np.zeros(inputs, np.float32)
+    for n in range(rows):
+        scales_N[n] = _quantize_row(x_NI[n], rotated_I, q_NI[n, :inputs])
+    return q_NI[:, :inputs], scales_N
+
+
+@kernel()
+def _quantize_row(x_I: Array, rotated_I: Array, into_I: Array) -> Any:
+    """Write one row; returns its scale. `rotated_I` is overwritten."""
+    inputs = len(rotated_I)
+    rotated_I[len(x_I) :] = 0
+    for i in range(len(x_I)):
+        rotated_I[i] = _to_float32(x_I[i])
+    distance = inputs // ROTATED
+    while distance < inputs:  # two steps of `packed.rotated` at a time
+        for start in range(0, inputs, 4 * distance):
+            second, third, fourth = start + distance, start + 2 * distance, start + 3 * distance
+            a_D, b_D = rotated_I[start:second], rotated_I[second:third]
+            c_D, d_D = rotated_I[third:fourth], rotated_I[fourth : fourth + distance]
+            for i in range(distance):
+                sum_ab, difference_ab = a_D[i] + b_D[i], a_D[i] - b_D[i]
+                sum_cd, difference_cd = c_D[i] + d_D[i], c_D[i] - d_D[i]
+                a_D[i], b_D[i] = sum_ab + sum_cd, difference_ab + difference_cd
+                c_D[i], d_D[i] = sum_ab - sum_cd, difference_ab - difference_cd
+        distance *= 4
+    largest = np.uint32(0)
+    for bits in rotated_I.view(np.uint32):
+        # Without their sign, larger numbers have larger bits, and NaN the largest.
+        largest = max(largest, np.uint32(bits & np.uint32(0x7FFFFFFF)))
+    peak = np.uint32(largest).view(np.float32)
+    peak = SMALLEST if peak < SMALLEST else peak  # noqa: FURB136 — NaN stays NaN
+    factor = np.float32(127) / peak
+    for i in range(inputs):
+        into_I[i] = np.uint8(np.int32(np.rint(rotated_I[i] * factor)) + np.int32(128))
+    return peak / np.float32(127)
 
 
 # Attention of one new token for each row

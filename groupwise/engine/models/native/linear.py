@@ -69,9 +69,9 @@ class Linear:
         self.bias_O = bias_O
         self._packed: Packed | None = None
 
-    def pack(self) -> None:
-        """Also keep the weights in the order for decoding."""
-        self._packed = Packed(self.weight_OI, self.bias_O)
+    def pack(self, *, int8: bool = False) -> None:
+        """Also keep the weights in the order for decoding; with `int8` as whole numbers."""
+        self._packed = Packed(self.weight_OI, self.bias_O, int8=int8)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
         """The product [N, O] of a few rows, as in decoding, in the format of the weight or float32.

@@ -96,7 +96,7 @@ class VectorCode:
         builder.position_at_end(check)
         index = builder.phi(LONG)
         index.add_incoming(self.number(0), entry)
-        now = [builder.phi(FLOATS) for _ in sums]
+        now = [builder.phi(begun.type) for begun in sums]
         for phi, begun in zip(now, sums, strict=True):
             phi.add_incoming(begun, entry)
         builder.cbranch(builder.icmp_signed("<", index, count), inside, end)

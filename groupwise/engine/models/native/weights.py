@@ -143,12 +143,12 @@ class NativeModel:
             self._shift_head(self._probe_logits(None))
         self.packed = False
 
-    def pack(self) -> None:
-        """Also keep all weights in the order for decoding on a CPU, unless that has been done."""
+    def pack(self, *, int8: bool = False) -> None:
+        """Also keep all weights in the order for decoding on a CPU, unless that has been done; with `int8` the layers' as whole numbers."""
         if self.packed or not self.compiled:
             return
         for linear in self.products:
-            linear.pack()
+            linear.pack(int8=int8 and linear is not self.head)
         self.packed = True
 
     @property
