@@ -86,3 +86,16 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     kernels.swiglu_gradient(*map(array, (gate_up_N2F, dy_NF, y_NF, d_N2F)))
     return y_NF, d_N2F
+
+
+def draw(
+    logits_SV: Tensor, divisors_S: Tensor, uniforms_S: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens [S] drawn from float32 logits at these temperatures, and their log-probabilities [S]; see `draw_kernel.draw`."""
+    from groupwise.engine.models.native.draw_kernel import draw as draw_rows
+
+    tokens_S = torch.empty(len(logits_SV), dtype=torch.int64)
+    logprobs_S = torch.empty(len(logits_SV))
+    given = (logits_SV.contiguous(), divisors_S.float(), uniforms_S)
+    draw_rows(*map(array, given), block, array(tokens_S), array(logprobs_S))
+    return tokens_S, logprobs_S

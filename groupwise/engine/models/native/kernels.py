@@ -109,7 +109,7 @@ LOG_2_LOW = np.float32(-2.12194440e-4)
 
 
 @kernel(ROUNDING_KEPT)
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """e^x with a relative error below 2e-7: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
     # `min` and `max` are undefined for NaN here.
     x = LOWEST if x < LOWEST else x  # noqa: FURB136
@@ -185,7 +185,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
         gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
         for f in range(size):
             gate = _to_float32(gate_F[f])
-            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _to_float32(up_F[f]))
+            _store(into_F, f, gate / (np.float32(1.0) + exp(-gate)) * _to_float32(up_F[f]))
 
 
 @kernel(ROUNDING_KEPT, cached=True)
@@ -202,7 +202,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
         for f in range(size):
             gate, up, dy = _to_float32(gate_F[f]), _to_float32(up_F[f]), _to_float32(dy_F[f])
             one = np.float32(1.0)
-            logistic = one / (one + _exp(-gate))
+            logistic = one / (one + exp(-gate))
             active = gate * logistic
             _store(y_F, f, active * up)
             _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
@@ -338,7 +338,7 @@ def _score_blocks(
 
 
 @kernel(ANY_ORDER | {"nnan"})
-def _highest(scores_T: Array) -> Any:
+def highest_score(scores_T: Array) -> Any:
     """The highest score; the result is undefined if one is NaN."""
     highest = np.float32(-np.inf)
     for t in range(scores_T.shape[0]):
@@ -350,7 +350,7 @@ def _highest(scores_T: Array) -> Any:
 def _softmax_weights(scores_T: Array, seen: Any, highest: Any) -> Any:
     """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
-        scores_T[t] = _exp(scores_T[t] - highest)
+        scores_T[t] = exp(scores_T[t] - highest)
     scores_T[seen:] = np.float32(0.0)
     total = np.float32(0.0)
     for t in range(scores_T.shape[0]):
@@ -405,7 +405,7 @@ def _attend_heads(
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
         own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
-        highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
+        highest = max(highest_score(own_T[:seen]), highest_score(prompt_P[:prompt_seen]))
         totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(
             prompt_P, prompt_seen, highest
         )

@@ -25,6 +25,7 @@ def ready_to_decode(model: NativeModel) -> None:
     # Use the model's own weights, which may be stored in another format than `model.dtype`.
     weight_OI = model.head.weight_OI[:LANES]
     Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
+    compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64), 1)
     from groupwise.engine.models.native import kernels
 
     no_norm, size = np.empty(0, np.float32), LANES
