@@ -56,3 +56,5 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
     compiled.swiglu(gate_up_N2F, dtype)
     compiled.swiglu_with_gradient(gate_up_N2F, y_NF)
+    likeliest_N = torch.zeros(1, dtype=torch.int64)
+    compiled.head_numbers(y_NF, torch.ones(1), likeliest_N, gradient=True, entropy_CV=None)
