@@ -238,7 +238,7 @@ def _quantize_row(x_I: Array, rotated_I: Array, into_I: Array) -> Any:
     inputs = len(rotated_I)
     rotated_I[len(x_I) :] = 0
     for i in range(len(x_I)):
-        rotated_I[i] = _to_float32(x_I[i])
+        rotated_I[i] = to_float32(x_I[i])
     distance = inputs // ROTATED
     while distance < inputs:  # two steps of `packed.rotated` at a time
         for start in range(0, inputs, 4 * distance):
