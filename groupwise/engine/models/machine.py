@@ -23,11 +23,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import ConfigError
-from groupwise.engine.models.config import Dtype, ModelConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from groupwise.engine.models.config import Dtype, ModelConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")

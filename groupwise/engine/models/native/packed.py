@@ -47,19 +47,30 @@ class PackedLowRank:
 class Packed:
     """`x Wᵀ + bias` for few rows, by `groupwise.engine.models.native.products`; keeps its own copy of the matrix."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, tiles: Tensor | None = None
+    ) -> None:
+        """`tiles`: the property of that name of an earlier object with the same weight."""
         from groupwise.engine.models.native import products
 
         self._outputs, inputs = weight_OI.shape
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
-        # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
-        if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
-            weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-        self._weights = self._in_tiles(weight_OI)
+        self._weights = self._tiles_of(weight_OI) if tiles is None else array(tiles)
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
         self._no_adapter = self.low_rank([])
+
+    @property
+    def tiles(self) -> Tensor:
+        """The matrix as it is kept here."""
+        return torch.from_numpy(self._weights)
+
+    def _tiles_of(self, weight_OI: Tensor) -> Array:
+        # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
+        if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
+            weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
+        return self._in_tiles(weight_OI)
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
         """The factors of an adapter, in the form that `product` takes."""
