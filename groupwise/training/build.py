@@ -202,17 +202,20 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Start the zygote early if the config will probably need ranks, because its imports take seconds. For Unsloth, import it now, because
-    it must be imported before transformers.
+    """Start the zygote early if the config will probably need ranks, because its imports take seconds; else end one that was started
+    before the config was read. For Unsloth, import it now, because it must be imported before transformers.
 
     This is a guess: on a machine with a GPU but without its driver's file, a zygote may be started in vain.
     """
     library.import_first(config.model)
     torch_alone = config.run.server is None and config.model.backend == "transformers"
-    if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
-        return
-    if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
+    several = (
+        most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0
+    )
+    if torch_alone and config.model.name != "tiny" and not NVIDIA.exists() and several:
         prefork.start_zygote()
+    else:
+        prefork.end_zygote()
 
 
 def be_launched(config: AnyConfig) -> None:
@@ -918,8 +921,12 @@ def _close_halves(*halves: SpawnedWorkers) -> None:
 
 
 def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    from groupwise.engine.models.native.weights import write_weight_caches
+
     prefork.end_zygote()
-    return _make_worker(kind, config, layout, **arguments)
+    worker = _make_worker(kind, config, layout, **arguments)
+    write_weight_caches()  # now: later this process may change its weights
+    return worker
 
 
 def _make_arguments(
