@@ -457,6 +457,24 @@ class RunConfig(Strict):
         )
         if self.sampler.engine != "torch":
             yield from self._sampling_server_conflicts()
+        if self.sampler.quantization is not None:
+            yield from self._quantization_conflicts()
+
+    def _quantization_conflicts(self) -> Iterator[Conflict]:
+        quantization = self.sampler.quantization
+        if self.algorithm.knobs.get("importance_sampling_correction") == "none":
+            yield Conflict(
+                f"sampler.quantization is {quantization}, whose log-probabilities differ from the learner's, but "
+                "algorithm.importance_sampling_correction is none, so that completions would be trained as if the learner's policy had "
+                "sampled them. Leave the key out (token_truncate), or leave sampler.quantization out.",
+                ("sampler.quantization", "algorithm.importance_sampling_correction"),
+            )
+        if self.run.server is not None or self.model.backend == "tunix":
+            key = "model.backend" if self.run.server is None else "run.server"
+            yield Conflict(
+                f"sampler.quantization is {quantization}, which has no effect with {key}: this process does not sample. Leave it out.",
+                ("sampler.quantization", key),
+            )
 
     def _sampling_server_conflicts(self) -> Iterator[Conflict]:
         settings: dict[str, tuple[bool, str, str]] = {

@@ -44,7 +44,7 @@ HAS_VNNI = bool(_FEATURES.get("avx512vnni", False))
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
-AHEAD = 4096
+AHEAD = 8192
 """How many bytes ahead weights are fetched if only one tile needs them."""
 
 
@@ -279,24 +279,28 @@ def _multiply(
     line, together, constants_size = _sizes(x_NI, weights)
     lines = inputs // together
     tiles = (rows + LARGE - 1) // LARGE
+    # Here, because an address costs numba some time.
+    x_begin, weights_begin, constants_begin = x_NI.ctypes.data, weights.ctypes.data, constants.ctypes.data
+    low_begin, up_begin = low_NR.ctypes.data, up_RO.ctypes.data
+    scales_begin, into_begin, x_stride = scales_N.ctypes.data, into_NO.ctypes.data, x_NI.strides[0]
     for block in range(first_block, last_block):
-        at = weights.ctypes.data + block * lines * line
-        first, last = ranks_B2[block]
-        up = up_RO.ctypes.data + 4 * (first * outputs + block * LANES)
-        begun = constants.ctypes.data + constants_size * block
+        at = weights_begin + block * lines * line
+        first, last = ranks_B2[block, 0], ranks_B2[block, 1]
+        up = up_begin + 4 * (first * outputs + block * LANES)
+        begun = constants_begin + constants_size * block
         for tile in range(tiles):
             # Weights that several tiles need stay in the cache; meanwhile each tile fetches a part of the next block.
             fetched = at + AHEAD if tiles == 1 else at + (tiles + tile) * (lines * line // tiles)
             n = tile * LARGE
-            x, low = x_NI[n:].ctypes.data, low_NR.ctypes.data + 4 * (n * ranks + first)
-            into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
-            scales = scales_N.ctypes.data + 4 * n
+            x, low = x_begin + n * x_stride, low_begin + 4 * (n * ranks + first)
+            into = into_begin + 4 * (n * outputs + block * LANES)
+            scales = scales_begin + 4 * n
             large = rows - n > SMALL
             if ONE_SIZE or large:  # if ONE_SIZE, numba does not compile the other branch
-                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
+                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * outputs,
                        low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
             else:
-                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
+                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * outputs,
                        low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class VectorCode:
         """Start to fetch the memory there into all caches."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
-        reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))
+        reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 2, 1))
         self.builder.call(fetch, [self.at(address, offset, BYTE), reading, all_caches, data])
 
     def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
