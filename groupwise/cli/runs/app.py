@@ -101,9 +101,7 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
 def rollouts(
     run: RunArgument,
     dir: RunsDir = RUNS,
-    step: Annotated[
-        int | None, option("N", "Only this step, an index from 0; default: the last one.")
-    ] = None,
+    step: Annotated[int | None, option("N", "Only this step; default: the last one.")] = None,
     all_steps: Annotated[bool, flag("All steps, not only the last.", "--all")] = False,
     failed: Annotated[bool, flag("Only failed and timed-out ones.", "--failed")] = False,
     part: Annotated[
@@ -140,7 +138,7 @@ def rollouts(
     with Store.open(path / RECORD, readonly=True) as store:
         _expect_present(store, part, task, step)
         rollout_filter = RolloutFilter(
-            step=step if step is not None or searching else store.last_step(),
+            step=step if step is not None or searching else store.step_count() or None,
             outcome=("failed", "timed_out") if failed else None,
             part=part,
             task=task,
@@ -349,13 +347,11 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
         if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
-        last_step = store.last_step()
-        if last_step is None:
+        steps = store.step_count()
+        if not steps:
             raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
-        if not 0 <= step <= last_step:
-            raise RunNotFoundError(
-                f"this run has no step {step}; it has the steps 0 to {last_step}."
-            )
+        if not 1 <= step <= steps:
+            raise RunNotFoundError(f"this run has no step {step}; it has the steps 1 to {steps}.")
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
