@@ -68,7 +68,9 @@ class TorchSampler(QueuedSampler):
         """
         super().__init__(weights, tokenizer, layout)
         self._frees_cache = frees_cache
-        self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager, int8=int8)
+        self._engine = _make_engine(
+            weights, layout, native=native, enforce_eager=enforce_eager, int8=int8
+        )
         self._members: dict[DecodeRow, Member] = {}
         self._drawings: list[Drawing] = []
         """What a GPU was asked for and has not been read: the next token of the rows in progress, and the first of new ones."""

@@ -69,7 +69,9 @@ class Packed:
             self._weights = _in_tiles(q_OI, q_OI.shape[1], 4)
             cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
             constants_3O = torch.stack((cancelling_O, scales_O, bias_O))
-            self._constants = array(constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous())
+            self._constants = array(
+                constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
+            )
         else:
             self._weights = self._tiles_of(weight_OI) if tiles is None else array(tiles)
             self._constants = array(bias_O)

@@ -280,7 +280,11 @@ def _multiply(
     lines = inputs // together
     tiles = (rows + LARGE - 1) // LARGE
     # Here, because an address costs numba some time.
-    x_begin, weights_begin, constants_begin = x_NI.ctypes.data, weights.ctypes.data, constants.ctypes.data
+    x_begin, weights_begin, constants_begin = (
+        x_NI.ctypes.data,
+        weights.ctypes.data,
+        constants.ctypes.data,
+    )
     low_begin, up_begin = low_NR.ctypes.data, up_RO.ctypes.data
     scales_begin, into_begin, x_stride = scales_N.ctypes.data, into_NO.ctypes.data, x_NI.strides[0]
     for block in range(first_block, last_block):
@@ -310,7 +314,9 @@ def _narrow(x_NI: Array, down: Array) -> Any:
     low_NR, nothing_NR = np.empty((rows, ranks), np.float32), np.empty((rows, 0), np.float32)
     nothing_RO, none_B2 = np.empty((0, ranks), np.float32), np.zeros((ranks // LANES, 2), np.int64)
     zeros_R = np.zeros(ranks, np.float32)
-    _multiply(x_NI, down, zeros_R, zeros_R, nothing_NR, nothing_RO, none_B2, low_NR, 0, ranks // LANES)
+    _multiply(
+        x_NI, down, zeros_R, zeros_R, nothing_NR, nothing_RO, none_B2, low_NR, 0, ranks // LANES
+    )
     return low_NR
 
 
@@ -346,4 +352,6 @@ def product(
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)
-    _multiply(factors_NI, weights, constants, scales_N, low_NR, up_RO, ranks_B2, into_NO, first, last)
+    _multiply(
+        factors_NI, weights, constants, scales_N, low_NR, up_RO, ranks_B2, into_NO, first, last
+    )
