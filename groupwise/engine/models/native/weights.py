@@ -155,6 +155,11 @@ class NativeModel:
             linear.pack(cached.get(linear.cache_name))
         self.packed = True
 
+    def release_decoding(self) -> None:
+        """Call when nothing is decoded for a while: see `WeightCache.release`."""
+        if self._cache is not None:
+            self._cache.release("decoding")
+
     def write_cache(self) -> None:
         """Write what was computed of the model's files for later processes, if it is not cached yet."""
         if self._cache is None or not self._cache.is_current():
@@ -351,6 +356,7 @@ def write_weight_caches() -> None:
     for native in list(_native_models.values()):
         if native is not None:
             native.write_cache()
+            native.release_decoding()
 
 
 def refusal(model: CausalModel) -> str | None:
