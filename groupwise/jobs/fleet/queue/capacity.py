@@ -294,7 +294,7 @@ def view_of_room(session: Session, projects: Collection[str]) -> View:
     )
 
 
-def _at_most_named(session: Session, query: Select[tuple[str]]) -> list[str] | None:
+def _at_most_named(session: Session, query: Select[str]) -> list[str] | None:
     """The machines that the query finds; None if they are too many to name."""
     names = list(session.scalars(query.limit(MOST_NAMED + 1)))
     return None if len(names) > MOST_NAMED else names
