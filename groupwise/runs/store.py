@@ -423,9 +423,9 @@ class Store:
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
         rows = self._db.all(
-            "SELECT g.step, g.draw, g.prompt_text, avg(r.reward) FROM groups g JOIN rollouts r ON r.draw = g.draw"
-            " WHERE g.step BETWEEN ? AND ? AND r.outcome = 'scored'"
-            " GROUP BY g.draw ORDER BY g.step, g.position",
+            "SELECT g.step, g.draw, g.prompt_text, avg(r.reward) FROM groups g CROSS JOIN rollouts r"
+            " ON r.draw = g.draw AND +r.outcome = 'scored' WHERE g.step BETWEEN ? AND ?"
+            " GROUP BY g.step, g.position, g.draw ORDER BY g.step, g.position",
             (first, last),
         )
         return [
