@@ -55,7 +55,9 @@ def main() -> None:
         print(f"  {part:<10} {spread(each)} ms")
     if given.store:
         described = machine()
-        file = RESULTS / f"profile-decoding-{slug(described)}-{given.quantization or given.dtype}.json"
+        file = (
+            RESULTS / f"profile-decoding-{slug(described)}-{given.quantization or given.dtype}.json"
+        )
         kept = {"machine": described, "milliseconds": found}
         file.write_text(json.dumps(kept, indent=2) + "\n")
         print(f"stored in {file}")

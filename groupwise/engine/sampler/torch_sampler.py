@@ -63,12 +63,14 @@ class TorchSampler(QueuedSampler):
     ) -> None:
         """Without `native`, transformers computes every model; this is the reference for the native engines.
 
-        With `enforce_eager`, a GPU records no CUDA graphs. With `int8`, a CPU decodes with weights in int8; raises `ModelError` if it cannot.
+        With `enforce_eager`, a GPU records no CUDA graphs. With `int8`, a CPU decodes with weights in int8; `ModelError` if it cannot.
         With `frees_cache`, `rest` frees keys and values.
         """
         super().__init__(weights, tokenizer, layout)
         self._frees_cache = frees_cache
-        self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager, int8=int8)
+        self._engine = _make_engine(
+            weights, layout, native=native, enforce_eager=enforce_eager, int8=int8
+        )
         self._members: dict[DecodeRow, Member] = {}
         self._drawings: list[Drawing] = []
         """What a GPU was asked for and has not been read: the next token of the rows in progress, and the first of new ones."""

@@ -74,7 +74,9 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
     found = product.product(x, product.low_rank(parts) if parts else None)
     assert found.dtype == torch.float32
     assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), exact(kind, weight, bias, x, parts), rtol=1e-5, atol=3e-4)
+    torch.testing.assert_close(
+        found.double(), exact(kind, weight, bias, x, parts), rtol=1e-5, atol=3e-4
+    )
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (8, True), (40, True)])
