@@ -146,10 +146,10 @@ class Packed:
 
 
 def rotated(x_NI: Tensor) -> Tensor:
-    """The rows, padded to a multiple of `ROTATED` and multiplied by an orthogonal matrix times √`ROTATED`, so that each number spreads over many.
+    """The rows, padded to a multiple of `ROTATED` and multiplied by an orthogonal matrix times √`ROTATED`, which spreads large numbers.
 
-    Few large inputs would otherwise determine the scale of a row, and the others would have few steps (QuaRot, arXiv:2404.00456). A product
-    does not change if weights and rows are rotated. A row is seen as [ROTATED, n]; a Hadamard matrix multiplies its columns.
+    A few large inputs would otherwise set the scale of a row and leave few steps to the others (QuaRot, arXiv:2404.00456). Rotating both
+    weights and rows does not change their product. The matrix: a row is seen as [ROTATED, n], and a Hadamard matrix multiplies its columns.
     """
     x_NI = F.pad(x_NI.float(), (0, -x_NI.shape[1] % ROTATED))
     distance = x_NI.shape[1] // ROTATED
@@ -161,7 +161,7 @@ def rotated(x_NI: Tensor) -> Tensor:
 
 
 def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated rows as int8, and for each row the scale with which they are multiplied after a product with a rotated row of inputs."""
+    """The rotated rows as int8 [O, I], and for each the scale [O] of its products with rotated inputs."""
     rotated_OI = rotated(weight_OI)
     scales_O = rotated_OI.abs().amax(1).clamp_min(1e-30) / 127
     q_OI = (rotated_OI / scales_O[:, None]).round().to(torch.int8)

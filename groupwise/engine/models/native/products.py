@@ -239,7 +239,7 @@ def _tile_code(rows: int) -> Any:
             low_rows = code.addresses(low, low_stride, rows)
 
             def add(number: Any, sums: Sums) -> Sums:
-                code.prefetch(fetched, builder.mul(number, fetched_stride))
+                code.prefetch(fetched, builder.mul(number, fetched_stride), first_cache=False)
                 line = builder.add(first_line, builder.mul(number, code.number(kind.line)))
                 return kind.add(code, line, x_rows, number, sums)
 
@@ -279,14 +279,10 @@ def _multiply(
     line, together, constants_size = _sizes(x_NI, weights)
     lines = inputs // together
     tiles = (rows + LARGE - 1) // LARGE
-    # Here, because an address costs numba some time.
-    x_begin, weights_begin, constants_begin = (
-        x_NI.ctypes.data,
-        weights.ctypes.data,
-        constants.ctypes.data,
-    )
-    low_begin, up_begin = low_NR.ctypes.data, up_RO.ctypes.data
-    scales_begin, into_begin, x_stride = scales_N.ctypes.data, into_NO.ctypes.data, x_NI.strides[0]
+    # Before the loop, because in numba it takes time to look up an address.
+    x_begin, x_stride, scales_begin = x_NI.ctypes.data, x_NI.strides[0], scales_N.ctypes.data
+    weights_begin, constants_begin = weights.ctypes.data, constants.ctypes.data
+    low_begin, up_begin, into_begin = low_NR.ctypes.data, up_RO.ctypes.data, into_NO.ctypes.data
     for block in range(first_block, last_block):
         at = weights_begin + block * lines * line
         first, last = ranks_B2[block, 0], ranks_B2[block, 1]
@@ -347,8 +343,8 @@ def product(
     `down` (A) have the order described in the module's docstring. All else is float32. For block b, only ranks from `ranks_B2[b, 0]` up to
     `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
 
-    `factors_NI` are the rows that W is multiplied with: x itself, or for `BYTES` the quantised x, with its scales. `constants` is the bias; of
-    `BYTES` it is, for each block, what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias: [O / 16, 3, 16].
+    `factors_NI` are the rows that W is multiplied with: x itself, or for `BYTES` the quantised x, whose scales are `scales_N`. `constants`
+    is the bias; for `BYTES` it is [O / 16, 3, 16]: what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)
