@@ -66,7 +66,7 @@ class SuiteOptions:
         ),
     ] = None
     runs_dir: Annotated[
-        Path | None, option(None, "With a suite: the folder that holds the runs.", "--dir")
+        Path | None, option("DIR", "With a suite: the folder that holds the runs.", "--dir")
     ] = None
 
     def given(self) -> dict[str, Any]:

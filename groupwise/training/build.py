@@ -275,16 +275,18 @@ async def start_training(
             raise
     workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
-        # The ranks only learn; the first one checks the log-probabilities of the servers.
+        # The ranks only learn; the first one checks the log-probabilities of the servers, or all do that together.
         try:
-            sampler = _server_sampler(
-                config, layout, RankPolicy(workers), prefork.load_tokenizer(config.model)
-            )
+            divided = layout.parts > 1
+            local_policy = RankPolicy(workers, divided=divided)
+            tokenizer = prefork.load_tokenizer(config.model)
+            sampler = _server_sampler(config, layout, local_policy, tokenizer)
             return Parts(
                 sampler,
-                RankLearner(workers),
+                RankLearner(workers, divided=divided),
                 _stop_token_ids(workers),
                 ranks=workers,
+                divided=divided,
                 by_http=sampler,
             )
         except BaseException:
@@ -963,14 +965,20 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = _load_trained_model(config, layout, layout.device)
+    device, divided = _full_model_device(layout), layout.parts > 1
+    model = _load_trained_model(config, layout, device)
     stops = stop_token_ids(model, tokenizer)
     learner_weights: Any
     if config.lora:
         learner_weights = _trained_adapter(config, model)
         sampler_weights = ServedAdapter(learner_weights.adapted)
     else:  # the sampler needs its own copy of all weights
-        sampler_weights = ServedModel(load_model(config.model, layout.dtype, layout.device))
+        served = load_model(config.model, layout.dtype, device)
+        if divided:
+            from groupwise.engine.learner.fsdp import shard_model
+
+            shard_model(served, layout.device)
+        sampler_weights = ServedModel(served)
         learner_weights = _trained_model(config, layout, model)
     replicas = _replicas(layout, learner_weights)
     learner = _build_learner(
@@ -986,7 +994,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         replicas,
         local_policy=_build_local_policy(sampler_weights) if samples_on_servers else None,
         adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
-        if config.lora is not None and config.model.backend != "unsloth"
+        if config.lora is not None and config.model.backend != "unsloth" and not divided
         else None,  # further models can be added to the base of an adapter's training
     )
 
@@ -1154,6 +1162,7 @@ def _build_sampler(
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
+        int8=config.sampler.quantization == "int8",
         frees_cache=layout.frees_cache,
     )
 

@@ -146,13 +146,14 @@ class NativeModel:
             self._shift_head(self._probe_logits(None))
         self.packed = False
 
-    def pack(self) -> None:
-        """Also keep all weights in the order for decoding on a CPU, unless that has been done."""
+    def pack(self, *, int8: bool = False) -> None:
+        """Also keep all weights in the order for decoding on a CPU, unless that has been done; with `int8` the layers' as whole numbers."""
         if self.packed or not self.compiled:
             return
         cached = {} if self._cache is None else self._cache.tensors("decoding")
         for linear in self.products:
-            linear.pack(cached.get(linear.cache_name))
+            as_int8 = int8 and linear is not self.head
+            linear.pack(None if as_int8 else cached.get(linear.cache_name), int8=as_int8)
         self.packed = True
 
     def release_decoding(self) -> None:
@@ -168,7 +169,8 @@ class NativeModel:
         tiles = {
             linear.cache_name: linear.tiles for linear in self.products if linear.tiles is not None
         }
-        if self._cache.write("matrices", {**self._cache.parameters, **matrices}) and tiles:
+        wrote = self._cache.write("matrices", {**self._cache.parameters, **matrices})
+        if wrote and len(tiles) == len(matrices):
             self._cache.write("decoding", tiles)
 
     @property
