@@ -87,6 +87,8 @@ class Command(TyperCommand):
         super().__init__(*args, **settings)
         self.alias_params: list[Any] = []
         for param in self.params:
+            if param.param_type_name == "argument":  # help shows `RUN`, not `RUN <str>`
+                vars(param)["display_type_rich"] = lambda ctx: None
             names = [name for name in param.opts if name.startswith("--")]
             underscored = [f"--{name[2:].replace('-', '_')}" for name in names]
             for name in dict.fromkeys((*names, *underscored)):

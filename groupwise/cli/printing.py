@@ -23,7 +23,7 @@ from groupwise.core.terminal.text import clean, one_line
 LEAST_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
-RunsDir = Annotated[Path, option(None, "Folder that holds the runs.", "--dir")]
+RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
 ]

@@ -5,6 +5,7 @@
 3. Nor by a dry run, `check` or `init` of a model that can be counted by arithmetic: their processor time is what imports take.
 4. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
 5. Nor does what trains and samples a native model on a CPU import anything but torch of these: the rest takes longer than its weights.
+6. The second run of a model maps weights that the first one arranged, and is equal to it to the bit.
 """
 
 import json
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 
 import groupwise
+from groupwise.engine.models import load
+from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
-from tests.integration.toy_run import TOY, config
+from tests.forked_zygote import fork_zygotes
+from tests.integration.toy_run import TOY, config, what_must_be_equal
+from tests.processes import wait_until
 
 BY_ARITHMETIC = (
     "torch",
@@ -57,6 +62,27 @@ def test_the_processes_of_ranks_are_begun_before_anything_else(command, tmp_path
 def test_a_dry_run_begins_none(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "expect_ranks", lambda config: pytest.fail("begun"))
     assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft", "eval"])
+def test_a_command_begins_them_before_it_imports_what_reads_its_config(verb):
+    code = f"""
+import sys
+from groupwise.cli.main import main
+from groupwise.engine.distributed import prefork
+prefork.available_cores = lambda: 2
+prefork.NVIDIA = __import__("pathlib").Path("nowhere")
+begun = []
+prefork.start_zygote = lambda: begun.append("groupwise.training" in sys.modules)
+for words in (["-c", "nowhere.yaml"], ["model.name=tiny"]):
+    sys.argv[1:] = [{verb!r}, *words]
+    code = main()
+    print("begun", begun)
+"""
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("begun")]
+    assert lines == ["begun [False]"] * 2, "tiny is computed in one process"
 
 
 def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
@@ -141,6 +167,30 @@ print([module for module in {OF_NATIVE_MODELS!r} if module in sys.modules], "tor
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "[] True"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_with_mapped_weights_equals_one_that_computes_them(processes, tmp_path, monkeypatch):
+    fork_zygotes(monkeypatch)
+    monkeypatch.setattr(weight_cache, "WORTH", 0)
+    monkeypatch.setattr(weight_cache, "SPARE", 0)
+    write_tiny_model(tmp_path / "model")
+
+    def trained(name: str, **environment: str) -> dict:
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        settings = config(tmp_path / name, max_steps=2)
+        settings["model"] = {"name": str(tmp_path / "model")}
+        settings["run"] |= {"threads": processes, "processes": processes}
+        assert groupwise.rl(settings, TOY).exit_code == 0
+        return what_must_be_equal(tmp_path / name / "toy")
+
+    computed = trained("computed", **{weight_cache.VARIABLE: "0"})
+    writing = trained("writing", **{weight_cache.VARIABLE: "1", "XDG_CACHE_HOME": str(tmp_path)})
+    wait_until(lambda: len([*weight_cache.weights_folder().glob("*.weights")]) == 2)
+    monkeypatch.setattr(load, "read_model_tensors", lambda folder: pytest.fail("files were read"))
+    assert trained("mapped") == writing == computed
 
 
 MAIN = f"""
