@@ -148,6 +148,9 @@ def _evaluate_task(
 
         write_json(plan_policies(*task, **options))
         return
+    from groupwise.engine.distributed.prefork import start_zygote_early
+
+    start_zygote_early(options["overrides"])
     from groupwise.cli.printing import command_line, print_next
     from groupwise.training.evaluation.evaluate import evaluate_policies
 

@@ -13,6 +13,7 @@ first long name of an option; the others are deprecated names, which still work.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -160,6 +161,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
             )
             for name, option_class in option_classes.items()
         }
+        gc.enable()  # the program starts without it
         function(**values, **dataclass_args)
 
     # typer takes its parameters from the signature; the annotation of `values` is not one of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -55,9 +54,11 @@ def _pip_install() -> str:
 
 def extra_of(package: str) -> str | None:
     """The extra that brings this package to users; None if none does."""
+    from importlib import metadata
+
     try:
-        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
-    except importlib.metadata.PackageNotFoundError:  # a copy of the source that was not installed
+        requirements = metadata.requires(DISTRIBUTION) or ()
+    except metadata.PackageNotFoundError:  # a copy of the source that was not installed
         return None
     for requirement in requirements:
         found = re.match(r"([\w.-]++)[^;]*+;.*extra == ['\"]([\w-]+)", requirement)

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import ConfigError
 from groupwise.core.extras import not_installed
-from groupwise.engine.models.config import Dtype, ModelConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from groupwise.engine.models.config import Dtype, ModelConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")

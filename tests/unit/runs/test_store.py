@@ -431,6 +431,19 @@ class TestReaders:
             with pytest.raises(StoreError, match="readonly"):
                 fill(reader, 1, start=2)
 
+    @pytest.mark.parametrize("writer_dies", [False, True])
+    def test_the_last_to_close_leaves_nothing_but_the_record(
+        self, tmp_path: Path, writer_dies: bool, die_at: DieAt
+    ) -> None:
+        path = tmp_path / "run.db"
+        with Store.create(path) as writer:
+            fill(writer, 1)
+        if writer_dies:
+            die_at("commit:step:after", lambda: fill(Store.open(path), 1, start=1))
+        with Store.open(path, readonly=True) as reader:
+            assert reader.last_step() == writer_dies
+        assert [each.name for each in tmp_path.iterdir()] == ["run.db"]
+
 
 class TestRollouts:
     @pytest.mark.parametrize("indexed", [True, False])
