@@ -77,9 +77,12 @@ class Database:
 
     @classmethod
     def open_for_reading(cls, path: Path) -> Database:
-        """Open an existing file without writing to it. One of an older format is read through views of the newest format."""
+        """Open an existing file without changing its data. One of an older format is read through views of the newest format.
+
+        The mode is `rw` because SQLite deletes the WAL files only when the last connection closes and may write; with `ro` they would stay.
+        """
         with explaining_sqlite(path):
-            connection = connect(path, "ro")
+            connection = connect(path, "rw")
             try:
                 connection.execute("SELECT 1 FROM sqlite_master").fetchone()
             except sqlite3.OperationalError:
@@ -111,6 +114,7 @@ class Database:
                         connection.execute(
                             f"CREATE TEMP VIEW {table} AS SELECT {null_columns} WHERE FALSE"
                         )
+            connection.execute("PRAGMA query_only = ON")
             return cls(path, connection)
 
     def close(self) -> None:
