@@ -318,11 +318,7 @@ def started_by_torchrun(words: list[str]) -> None:
     """A dry run of the command, on one machine in place of several, by two processes."""
     there = words.index("groupwise")
     assert "--dry-run" in words
-    adapted = [
-        re.sub(r"^distributed\.learners=.*", "distributed.learners=2", word)
-        for word in within_seconds(words[there + 1 :])
-        if not word.startswith("run.threads=")
-    ]
+    adapted = with_learners(within_seconds(words[there + 1 :]), 2)
     alone = ["--standalone", "--nproc-per-node", "2", "-m", "groupwise"]
     command = [sys.executable, "-m", "torch.distributed.run", *alone, *adapted]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -427,11 +423,13 @@ def on_a_small_cluster(own: list[str], behind: list[str]) -> tuple[list[str], li
     if int(own[place]) <= 2:
         return own, behind
     learners = 2 * int(own[own.index("--machines") + 1])
-    fitting = [
-        re.sub(r"^(distributed\.learners|run\.threads)=.*", rf"\1={learners}", word)
-        for word in behind
-    ]
-    return [*own[:place], "2", *own[place + 1 :]], fitting
+    return [*own[:place], "2", *own[place + 1 :]], with_learners(behind, learners)
+
+
+def with_learners(words: list[str], count: int) -> list[str]:
+    """The command with so many learners of one thread each."""
+    keys = re.compile(r"^(distributed\.learners|run\.threads)=.*")
+    return [keys.sub(rf"\1={count}", word) for word in words]
 
 
 def given_to_slurm(own: list[str], behind: list[str]) -> int:
