@@ -47,7 +47,15 @@ class PackedLowRank:
 class Packed:
     """`x Wᵀ + bias` for few rows, by `groupwise.engine.models.native.products`; keeps its own copy of the matrix."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, int8: bool = False) -> None:
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        tiles: Tensor | None = None,
+        *,
+        int8: bool = False,
+    ) -> None:
+        """`tiles`: the property of that name of an earlier object with the same weight."""
         from groupwise.engine.models.native import products
 
         self._outputs, inputs = weight_OI.shape
@@ -65,12 +73,20 @@ class Packed:
                 constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
             )
         else:
-            # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
-            if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
-                weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-            self._weights = _in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1)
+            self._weights = self._tiles_of(weight_OI) if tiles is None else array(tiles)
             self._constants = array(bias_O)
         self._no_adapter = self.low_rank([])
+
+    @property
+    def tiles(self) -> Tensor | None:
+        """The matrix as it is kept here; None if it is in int8, which is computed anew each time."""
+        return torch.from_numpy(self._weights) if self._int8_inputs is None else None
+
+    def _tiles_of(self, weight_OI: Tensor) -> Array:
+        # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
+        if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
+            weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
+        return _in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1)
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
         """The factors of an adapter, in the form that `product` takes."""

@@ -26,6 +26,7 @@ def ready_to_decode(model: NativeModel, *, int8: bool = False) -> None:
     weight_OI = model.head.weight_OI[:LANES]
     for each in {False, int8}:
         Packed(weight_OI, None, int8=each).product(torch.ones_like(weight_OI[:1]), None)
+    compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64), 1)
     from groupwise.engine.models.native import kernels
 
     no_norm, size = np.empty(0, np.float32), LANES
@@ -56,3 +57,5 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
     compiled.swiglu(gate_up_N2F, dtype)
     compiled.swiglu_with_gradient(gate_up_N2F, y_NF)
+    likeliest_N = torch.zeros(1, dtype=torch.int64)
+    compiled.head_numbers(y_NF, torch.ones(1), likeliest_N, gradient=True, entropy_CV=None)
