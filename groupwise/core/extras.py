@@ -26,14 +26,17 @@ def require_packages(subject: str, extra: str, *packages: str, advice: str = "")
 
 def not_installed(subject: str, extra: str, *packages: str) -> str:
     """The message for a user who lacks these packages: how to install the extra that brings them."""
-    verb, pip = "is" if len(packages) == 1 else "are", _pip_install()
-    message = (
-        f"{subject} needs {' and '.join(packages)}, which {verb} not installed: "
-        f"{pip} '{DISTRIBUTION}[{extra}]'."
-    )
+    verb = "is" if len(packages) == 1 else "are"
+    return f"{subject} needs {' and '.join(packages)}, which {verb} not installed: {how_to_install(extra)}"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs this extra; for `train` also the one for the CPU build of torch, if no torch is installed."""
+    pip = _pip_install()
+    advice = f"{pip} '{DISTRIBUTION}[{extra}]'."
     if "train" in extra and importlib.util.find_spec("torch") is None:
-        message += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
-    return message
+        advice += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
+    return advice
 
 
 def _pip_install() -> str:

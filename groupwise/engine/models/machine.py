@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import ConfigError
+from groupwise.core.extras import how_to_install
 from groupwise.engine.models.config import Dtype, ModelConfig
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _torch_version_module() -> ModuleType:
     """The `version` module of torch, loaded without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        raise ModuleNotFoundError("torch is missing: pip install groupwise[train]", name="torch")
+        raise ModuleNotFoundError(f"torch is missing: {how_to_install('train')}", name="torch")
     path = Path(torch.origin).with_name("version.py")
     spec = importlib.util.spec_from_file_location("torch_version", path)
     assert spec is not None
