@@ -426,9 +426,9 @@ class Store:
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last` (from 1), in order of training; those without a score are left out."""
         rows = self._db.all(
-            "SELECT g.step + 1, g.draw, g.prompt_text, avg(r.reward) FROM groups g JOIN rollouts r ON r.draw = g.draw"
-            " WHERE g.step BETWEEN ? - 1 AND ? - 1 AND r.outcome = 'scored'"
-            " GROUP BY g.draw ORDER BY g.step, g.position",
+            "SELECT g.step + 1, g.draw, g.prompt_text, avg(r.reward) FROM groups g CROSS JOIN rollouts r"
+            " ON r.draw = g.draw AND +r.outcome = 'scored' WHERE g.step BETWEEN ? - 1 AND ? - 1"
+            " GROUP BY g.step, g.position, g.draw ORDER BY g.step, g.position",
             (first, last),
         )
         return [

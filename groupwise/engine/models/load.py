@@ -45,7 +45,7 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
         return None
     generation = folder / GENERATION_CONFIG
     try:
-        cache = _weight_cache(config, folder, dtype)
+        cache = _weight_cache(folder, dtype)
         tensors = {} if cache is None else cache.tensors("matrices")
         stored = tensors or read_model_tensors(folder)
         stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
@@ -66,13 +66,13 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
     return base
 
 
-def _weight_cache(config: ModelConfig, folder: Path, dtype: Dtype) -> WeightCache | None:
+def _weight_cache(folder: Path, dtype: Dtype) -> WeightCache | None:
     """The cache of what is computed from the model's files; None if it has none."""
     if not numba_works():  # then there is no order for decoding
         return None
     from groupwise.engine.models.native.weight_cache import weight_cache_of
 
-    return weight_cache_of(config, folder, dtype)
+    return weight_cache_of(folder, dtype)
 
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:

@@ -63,7 +63,7 @@ class TorchSampler(QueuedSampler):
     ) -> None:
         """Without `native`, transformers computes every model; this is the reference for the native engines.
 
-        With `enforce_eager`, a GPU records no CUDA graphs. With `int8`, a CPU decodes with weights in int8; raises `ModelError` if it cannot.
+        With `enforce_eager`, a GPU records no CUDA graphs. With `int8`, a CPU decodes with weights in int8; `ModelError` if it cannot.
         With `frees_cache`, `rest` frees keys and values.
         """
         super().__init__(weights, tokenizer, layout)

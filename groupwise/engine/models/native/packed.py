@@ -38,8 +38,8 @@ class PackedLowRank:
 
     down: Array
     """A, ordered in tiles (`Packed._in_tiles`)."""
-    up_RO: Array
-    """B times its scaling, in float32."""
+    ups: Array
+    """B times its scaling, in float32, as [O / 16, R, 16]: what a tile needs is contiguous."""
     ranks_B2: Array
     """For each block of outputs, the first rank that acts on it, and the rank after the last."""
 
@@ -107,7 +107,8 @@ class Packed:
         if self._pairs:
             down_RI = down_RI.bfloat16()
         down = _in_tiles(down_RI, inputs, 2 if self._pairs else 1)
-        return PackedLowRank(down, array(up_RO), ranks_B2)
+        ups = array(up_RO.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous())
+        return PackedLowRank(down, ups, ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
         """The product [N, O] in float32, rounded by nothing but the quantisation; `low` is a result of `low_rank`."""
@@ -125,7 +126,7 @@ class Packed:
 
         def part(first: int, last: int) -> None:
             products.product(
-                x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
+                x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.ups, low.ranks_B2, into, first, last
             )  # fmt: skip
 
         if multithreaded:
@@ -146,10 +147,10 @@ class Packed:
 
 
 def rotated(x_NI: Tensor) -> Tensor:
-    """The rows, padded to a multiple of `ROTATED` and multiplied by an orthogonal matrix times √`ROTATED`, so that each number spreads over many.
+    """The rows, padded to a multiple of `ROTATED` and multiplied by an orthogonal matrix times √`ROTATED`, which spreads large numbers.
 
-    Few large inputs would otherwise determine the scale of a row, and the others would have few steps (QuaRot, arXiv:2404.00456). A product
-    does not change if weights and rows are rotated. A row is seen as [ROTATED, n]; a Hadamard matrix multiplies its columns.
+    A few large inputs would otherwise set the scale of a row and leave few steps to the others (QuaRot, arXiv:2404.00456). Rotating both
+    weights and rows does not change their product. The matrix: a row is seen as [ROTATED, n], and a Hadamard matrix multiplies its columns.
     """
     x_NI = F.pad(x_NI.float(), (0, -x_NI.shape[1] % ROTATED))
     distance = x_NI.shape[1] // ROTATED
@@ -161,7 +162,7 @@ def rotated(x_NI: Tensor) -> Tensor:
 
 
 def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated rows as int8, and for each row the scale with which they are multiplied after a product with a rotated row of inputs."""
+    """The rotated rows as int8 [O, I], and for each the scale [O] of its products with rotated inputs."""
     rotated_OI = rotated(weight_OI)
     scales_O = rotated_OI.abs().amax(1).clamp_min(1e-30) / 127
     q_OI = (rotated_OI / scales_O[:, None]).round().to(torch.int8)

@@ -17,14 +17,15 @@ from groupwise.engine.models.native.weights import NativeModel
 EPSILON = 1e-6
 
 
-def ready_to_decode(model: NativeModel) -> None:
-    """Compile the kernels that one thread calls for a prompt and for a token."""
+def ready_to_decode(model: NativeModel, *, int8: bool = False) -> None:
+    """Compile the kernels that one thread calls for a prompt and for a token; `int8` as in `NativeModel.pack`."""
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
         compiled.swiglu(torch.ones(1, 2, dtype=products), model.dtype)
     # Use the model's own weights, which may be stored in another format than `model.dtype`.
     weight_OI = model.head.weight_OI[:LANES]
-    Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
+    for each in {False, int8}:
+        Packed(weight_OI, None, int8=each).product(torch.ones_like(weight_OI[:1]), None)
     compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64), 1)
     from groupwise.engine.models.native import kernels
 

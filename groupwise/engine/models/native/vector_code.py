@@ -80,12 +80,13 @@ class VectorCode:
         fma = self.function("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         return self.builder.call(fma, [left, right, total])
 
-    def prefetch(self, address: Any, offset: Any) -> None:
-        """Start to fetch the memory there into all caches."""
+    def prefetch(self, address: Any, offset: Any, *, first_cache: bool = True) -> None:
+        """Start to fetch the memory there into all caches, or into all but the first."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
-        reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 2, 1))
-        self.builder.call(fetch, [self.at(address, offset, BYTE), reading, all_caches, data])
+        numbers = (0, 3 if first_cache else 2, 1)
+        reading, locality, data = (ir.Constant(INT, number) for number in numbers)
+        self.builder.call(fetch, [self.at(address, offset, BYTE), reading, locality, data])
 
     def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
         """The sums after running `body` `count` times, which may be 0."""

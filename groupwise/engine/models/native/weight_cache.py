@@ -6,10 +6,10 @@ from here. What had to be computed is written by `NativeModel.write_cache`, afte
 a machine that map a file share its pages. A mapping is private: a process that changes a weight gets its own copy of that page, and the
 file never changes.
 
-A file's name contains a digest of everything that decides its content: the model's files (path, size, time of change, and `identity`),
-the number format, the CPU's instructions, and the source code of this folder. A file is written under a temporary name, flushed and
-renamed. It is used only if its size, its header's digest and the sum of its content are right. If a file cannot be read or written, the
-weights are computed as without a cache.
+A file's name contains a digest of everything that decides its content: the model's files (path, size, time of change, and a sample of the
+content), the CPU's instructions, and the source code of this folder; then the number format. A file is written under a temporary name,
+flushed and renamed. It is used only if its size, its header's digest and the sum of its content are right. If a file cannot be read or
+written, the weights are computed as without a cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from torch import Tensor, nn
 from groupwise.core.atomic_files import BUILDING, building_path, publish_file
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import ConfigError, StoreError
-from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.files import model_files
-from groupwise.engine.models.identity import identity
+from groupwise.engine.models.files import hash_sample, model_files
 from groupwise.engine.models.native.facts import multiple
 from groupwise.engine.models.native.kernel_cache import sources
 from groupwise.engine.models.native.products import USE_PAIRS
@@ -67,6 +65,7 @@ class WeightCache:
         """`name`: the start of the files' names."""
         self._name = name
         self._mapped: dict[Kind, dict[str, Tensor]] = {}
+        self._mappings: dict[Kind, mmap.mmap] = {}
         self._watched: tuple[tuple[nn.Parameter, int], ...] = ()
         self.parameters: dict[str, nn.Parameter] = {}
         """The model's parameters by the names of its files; an adapter does not rename these."""
@@ -86,6 +85,14 @@ class WeightCache:
             self._mapped[kind] = self._map(kind)
         return self._mapped[kind]
 
+    def release(self, kind: Kind) -> None:
+        """Leave the pages of a mapping to the system's file cache, from which they are mapped again when they are read.
+
+        Only if nothing was written to them here, because that would be lost.
+        """
+        if kind in self._mappings and self.is_current():
+            self._mappings[kind].madvise(mmap.MADV_DONTNEED)
+
     def _map(self, kind: Kind) -> dict[str, Tensor]:
         path = self._path(kind)
         try:
@@ -98,6 +105,7 @@ class WeightCache:
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             logger.warning("%s is damaged (%s); it is made again", path, error)
             return {}
+        self._mappings[kind] = mapping
         with suppress(OSError):  # a folder that cannot be written
             os.utime(path)  # the least recently used file is the first to be removed
         return tensors
@@ -132,14 +140,15 @@ class WeightCache:
         return weights_folder() / f"{self._name}-{kind}.weights"
 
 
-def weight_cache_of(config: ModelConfig, folder: Path, dtype: str) -> WeightCache | None:
+def weight_cache_of(folder: Path, dtype: str) -> WeightCache | None:
     """The cache of the model in `folder`; None if it is turned off or the model is small. Raises `ModelError` if files are missing."""
     files = [(path, path.stat()) for path in model_files(folder)]
     if largest_size() == 0 or sum(status.st_size for _, status in files) < WORTH:
         return None
-    digest = sha256(identity(config.model_copy(update={"adapter": None})).encode())
+    digest = sha256((folder / "config.json").read_bytes())
     for path, status in files:
-        digest.update(f"|{path.resolve()}|{status.st_size}|{status.st_mtime_ns}".encode())
+        digest.update(f"|{path.resolve()}|{status.st_mtime_ns}|".encode())
+        hash_sample(digest, path)
     digest.update(f"|{sources()}|{USE_PAIRS}".encode())
     return WeightCache(f"{folder.name[:40]}-{digest.hexdigest()[:16]}-{dtype}")
 

@@ -48,7 +48,7 @@ class NativeEngine:
         self._several: Adapter | None = None
         self._few: Adapter | None = None
         self.refresh()
-        ready_to_decode(self._model)
+        ready_to_decode(self._model, int8=int8)
 
     @property
     def shift(self) -> float:
