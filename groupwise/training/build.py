@@ -50,14 +50,12 @@ from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
-    AnyConfig,
     Layout,
     layout_from_response,
     most_processes,
     samplers_of,
 )
 from groupwise.training.rollout_builder import longest_completion
-from groupwise.training.sft_config import SftConfig, load_sft_config
 
 if TYPE_CHECKING:
     from groupwise.api.schemas.parts import PartsKind
@@ -76,6 +74,8 @@ if TYPE_CHECKING:
     from groupwise.engine.sampler.servers.probe import LocalPolicy
     from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
+    from groupwise.training.placement import AnyConfig
+    from groupwise.training.sft_config import SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -942,6 +942,7 @@ def make_worker_from_json(
 ) -> WorkerState:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
+    from groupwise.training.sft_config import load_sft_config
 
     read = load_sft_config if kind == "supervised" else load_config
     worker = _make_worker(kind, read(config).config, Layout(**layout), **arguments)
