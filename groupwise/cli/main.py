@@ -19,26 +19,11 @@ from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch import fetch_model, fetch_tunix
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
-from groupwise.cli.options import command
+from groupwise.cli.options import WrappingGroup, command
 from groupwise.cli.output import PROGRAM, Stopped, run_command
 from groupwise.cli.rl import rl, sft
 from groupwise.cli.serve import serve
 from groupwise.cli.web import web
-
-
-class WrappingGroup(TyperGroup):
-    """A group whose help wraps long summaries of commands, where click would cut them off."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, found.get_short_help_str(limit=1000))
-                    for name, found in commands
-                    if found is not None and not found.hidden
-                ]
-            )
 
 
 class TopLevelGroup(WrappingGroup):
@@ -80,10 +65,11 @@ Groupwise trains language models with group-relative reinforcement learning.
 
 Five ways to begin:
 
-  a first run, with a toy model that takes a minute:
-    groupwise rl -t sort_words model.name=tiny training.max_steps=20
-  your own task, with a model of 135 million weights:
-    groupwise init -t task.py -m smollm2-135m-instruct
+  a built-in task and a real, small model, which learns it in ten minutes:
+    groupwise init -t sort_words -m smollm2-135m-instruct
+    groupwise rl -c sort_words.yaml -t sort_words
+  your own task, a Python file: first, whether its rewards can teach:
+    groupwise check -t task.py
   a config of TRL, open-r1 or Unsloth:
     groupwise init --from grpo.yaml
   a server that trains for clients:
@@ -91,6 +77,9 @@ Five ways to begin:
   other machines, or a queue of jobs on many GPUs:
     groupwise launch --help
     groupwise fleet --help
+
+Add model.name=tiny training.max_steps=3 to see in seconds whether a task runs:
+that model is a toy and learns nothing.
 
 All commands: groupwise --help. Runs in a browser: groupwise web."""
 

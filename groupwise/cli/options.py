@@ -23,11 +23,26 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from groupwise.core.errors import UsageError
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
+
+
+class WrappingGroup(TyperGroup):
+    """A group whose help wraps long summaries of commands, where click would cut them off."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, found.get_short_help_str(limit=1000))
+                    for name, found in commands
+                    if found is not None and not found.hidden
+                ]
+            )
 
 
 def option(metavar: str | None, help: str, *names: str, **settings: Any) -> Any:

@@ -63,8 +63,7 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
     from groupwise.runs.find import best_and_worst
 
-    name, own_dir = shlex.quote(folder.name), folder.parent
-    place = "" if own_dir.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(own_dir))}"
+    name, place = shlex.quote(folder.name), dir_option(folder)
     commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
     for order, view in best_and_worst(folder).items():
         line = f"groupwise runs rollouts {name} --{order}{place}"
@@ -75,6 +74,22 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
         (f"groupwise web{place}", "curves and rollouts in a browser"),
         (f"groupwise runs export {name} --help", "the weights as a model for others to load"),
     ]
+
+
+def commands_after_sft(folder: Path, task: str | None) -> list[tuple[str, str]]:
+    """Commands that are useful after a supervised run: its curve, and reinforcement learning from its weights."""
+    run = str(folder) if dir_option(folder) else folder.name
+    line = command_line("rl", None, task, "--config", "C.yaml", "--init-from", run)
+    return [
+        (f"groupwise runs plot {shlex.quote(run)}", "the curve of its loss"),
+        (line, "reinforcement learning from these weights, with a config of rl"),
+    ]
+
+
+def dir_option(folder: Path) -> str:
+    """The option `--dir` that finds this run's folder; empty if it is where commands look by themselves."""
+    place = folder.parent
+    return "" if place.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(place))}"
 
 
 def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,8 +125,13 @@ def rl(
     raise typer.Exit(result.exit_code)
 
 
-def write_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """Write a plan or a result as JSON, or a result with advice and the next commands."""
+def write_outcome(
+    summary: Mapping[str, Any],
+    *,
+    as_json: bool,
+    commands_after: Callable[[Path], list[tuple[str, str]]] | None = None,
+) -> None:
+    """Write a plan or a result as JSON, or a result with advice and the next commands, by default those after a run of `rl`."""
     from groupwise.cli.output import write_json, write_result
     from groupwise.cli.printing import commands_after_run, print_advice, print_next
 
@@ -138,7 +142,7 @@ def write_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
     write_result(values, as_json=False)
     print_advice(summary.get("advice", ()))
     if "folder" in summary:
-        print_next(*commands_after_run(Path(summary["folder"])))
+        print_next(*(commands_after or commands_after_run)(Path(summary["folder"])))
 
 
 def sft(
@@ -157,7 +161,7 @@ def sft(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
-    from groupwise.cli.output import collect_seldom, write_json, write_result
+    from groupwise.cli.output import collect_seldom
 
     if dry_run:
         collect_seldom()
@@ -165,7 +169,7 @@ def sft(
         from groupwise.engine.distributed.prefork import start_zygote_early
 
         start_zygote_early(overrides or ())
-    from groupwise.cli.printing import command_line, print_next
+    from groupwise.cli.printing import commands_after_sft
     from groupwise.training.loops.sft_start import sft as train
 
     result = train(
@@ -175,17 +179,9 @@ def sft(
         dry_run=dry_run,
         **start.keywords(),
     )
-    if dry_run:
-        write_json(result.summary)
-    else:
-        write_result(result.summary, as_json=as_json)
-        if not as_json and "run" in result.summary:
-            run = str(result.summary["run"])
-            print_next(
-                (f"groupwise runs plot {shlex.quote(run)}", "the curve of its loss"),
-                (
-                    command_line("rl", None, task_module, "--config", "C.yaml", "--init-from", run),
-                    "reinforcement learning from these weights, with a config of rl",
-                ),
-            )
+    write_outcome(
+        result.summary,
+        as_json=dry_run or as_json,
+        commands_after=lambda folder: commands_after_sft(folder, task_module),
+    )
     raise typer.Exit(result.exit_code)

@@ -26,13 +26,15 @@ def require_packages(subject: str, extra: str, *packages: str, advice: str = "")
 def not_installed(subject: str, extra: str, *packages: str) -> str:
     """The message for a user who lacks these packages: how to install the extra that brings them."""
     verb = "is" if len(packages) == 1 else "are"
-    message = f"{subject} needs {' and '.join(packages)}, which {verb} not installed: {install_command(extra)}."
+    return f"{subject} needs {' and '.join(packages)}, which {verb} not installed: {how_to_install(extra)}"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs this extra; for `train` also the one for the CPU build of torch, if no torch is installed."""
+    advice = f"{install_command(extra)}."
     if "train" in extra and importlib.util.find_spec("torch") is None:
-        message += (
-            " Without a GPU, install the CPU build of torch first, which is much smaller: "
-            f"{_pip_install()} {CPU_TORCH}"
-        )
-    return message
+        advice += f" Without a GPU, install the CPU build of torch first, which is much smaller: {_pip_install()} {CPU_TORCH}"
+    return advice
 
 
 def install_command(extra: str) -> str:

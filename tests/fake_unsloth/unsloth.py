@@ -92,18 +92,16 @@ def _have_causal_rows_alone(model):
     plain, whole = body.forward, model.forward
     inside = []
 
-    def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **more
-    ):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
         if not inside:
             assert attention_mask is None, "Unsloth's decoder computes causal rows alone"
-            assert past_key_values is None, "Unsloth's decoder has a cache of its own"
+            assert more.get("past_key_values") is None, "Unsloth's decoder has a cache of its own"
+            assert more.get("cache") is None, "Unsloth's decoder has a cache of its own"
             assert input_ids.shape[1] <= model.max_seq_length, "Unsloth would cut these rows off"
         return plain(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             **more,
         )
 

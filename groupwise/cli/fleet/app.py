@@ -8,7 +8,7 @@ from groupwise.cli.fleet import jobs, keys, machines, roles
 from groupwise.cli.fleet.exec import exec_command
 from groupwise.cli.fleet.jobs import fetch
 from groupwise.cli.fleet.submit import submit
-from groupwise.cli.options import command
+from groupwise.cli.options import WrappingGroup, command
 
 app = typer.Typer(
     name="fleet",
@@ -36,7 +36,11 @@ command(app, "remove", "prune")(jobs.remove)
 command(app, "status")(roles.status)
 command(app, "doctor")(roles.doctor)
 command(app, "migrate")(roles.migrate)
-run = typer.Typer(help="Run one role of the fleet in a process of its own.", no_args_is_help=True)
+run = typer.Typer(
+    cls=WrappingGroup,
+    help="Run one role of the fleet in a process of its own.",
+    no_args_is_help=True,
+)
 command(run, "poller")(roles.poller)
 command(run, "dispatcher")(roles.dispatcher)
 command(run, "requeue")(roles.requeue)

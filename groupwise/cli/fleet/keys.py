@@ -8,7 +8,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.printing import clock_time
-from groupwise.cli.options import AsJson, command, option
+from groupwise.cli.options import AsJson, WrappingGroup, command, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import seconds
 from groupwise.cli.printing import print_table
@@ -18,7 +18,10 @@ ROLES = ("read", "act", "admin")
 """Names of the roles of a key."""
 
 keys = typer.Typer(
-    help="Keys of the HTTP API: make, list, revoke.", no_args_is_help=True, rich_markup_mode=None
+    cls=WrappingGroup,
+    help="Keys of the HTTP API: make, list, revoke.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

@@ -15,7 +15,7 @@ from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
 from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, observe_new
-from groupwise.cli.options import AsJson, command, flag, option
+from groupwise.cli.options import AsJson, WrappingGroup, command, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.core.errors import UsageError
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 machines = typer.Typer(
     name="vm",
+    cls=WrappingGroup,
     help="Machines: add, list, show, set, trust, prepare, drain, remove.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 projects = typer.Typer(
     name="project",
+    cls=WrappingGroup,
     help="Projects: list them, set their weights and quotas.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -66,7 +66,8 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """List all runs with their state, steps and rewards."""
     if not dir.is_dir():
         raise RunNotFoundError(
-            f"there is no folder {dir}. Give --dir the folder that holds the runs (run.dir in their configs)."
+            f"there is no folder {dir}. Your first run makes it (`groupwise` shows how to begin). If runs are elsewhere (run.dir in their "
+            "configs), give --dir."
         )
     infos = list_runs(dir)
     if as_json:

@@ -16,6 +16,7 @@ from pydantic import Field
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.dashboard.pages import Page, Query, Visit, live_url, page_route, paginate
+from groupwise.dashboard.runs.curves import title_of
 from groupwise.dashboard.runs.listing import contains_words, matches_words
 from groupwise.dashboard.runs.overview import run_header
 from groupwise.dashboard.sources.evaluations import (
@@ -99,7 +100,7 @@ def evaluations(visit: Visit) -> Page:
     data = {
         **run_header(visit, path),
         "evaluations": [asdict(evaluation) for evaluation in results],
-        "names": names,
+        "titles": {name: title_of(name) for name in names},
         "pass_at": without_nan(curves[-MOST_CURVES:]),
     }
     return Page("evaluations.html", data, live=live_url(path.name))
@@ -144,6 +145,7 @@ def all_evaluations(visit: Visit) -> Page:
             for evaluation in outside_runs
             if contains_words(query.q, (evaluation.policy, evaluation.name, evaluation.file))
         ]
+    names = _order_metrics(name for _, evaluation in results for name in evaluation.metrics)
     data = {
         "asked": query.model_dump(),
         "folder": str(visit.context.runs.folder),
@@ -151,9 +153,7 @@ def all_evaluations(visit: Visit) -> Page:
         "pages": list_page.pages,
         "unread": all_runs.unread,
         "evaluations": [{"run": run, **asdict(evaluation)} for run, evaluation in results],
-        "names": _order_metrics(name for _, evaluation in results for name in evaluation.metrics)[
-            :MOST_METRICS
-        ],
+        "titles": {name: title_of(name) for name in names[:MOST_METRICS]},
     }
     return Page("evaluations_all.html", data, live="/live")
 

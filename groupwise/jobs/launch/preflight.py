@@ -50,15 +50,15 @@ def check_verb(words: Sequence[str]) -> None:
     if (problem := one_word_problem(words)) is not None:
         raise UsageError(f"{problem}.")
     if not words or words[0] not in VERBS:
-        problem = f"`{words[0]}` is none" if words else "there is nothing"
+        given = f"`{words[0]}` is not one" if words else "nothing follows it"
         raise UsageError(
-            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {problem}. Any other program is launched as a script of "
-            "the project: --script PATH."
+            f"`--` is followed by a command of groupwise ({', '.join(VERBS)}), but {given}. To launch any other program, give a Python "
+            "file of the project: --script PATH."
         )
     for word in NOT_FOR_JOBS:
         if word in words:
             raise UsageError(
-                f"behind `--` stands {word}, with which the job would do nothing; before it, it is the launcher's own."
+                f"{word} after `--` belongs to the job, which would then do nothing. Put it before `--`, where it belongs to the launcher."
             )
 
 

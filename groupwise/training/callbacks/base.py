@@ -125,7 +125,7 @@ class RunHandle:
 
     @property
     def step(self) -> int:
-        """Number of steps done, and so the index of the next step (counted from 0)."""
+        """Number of steps done, which is the number of the last one."""
         return self._run.step
 
     @property

@@ -249,11 +249,11 @@ def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(pl
     ]
     plots.draw("Reward", "parts")
     assert plots.at(1.0, 0.0) == [
-        {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
-        {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"},
+        {"step": "4", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
+        {"step": "1", "reward": "1", "+ spread": "–", "− spread": "–"},
     ]
     plots.draw("Reward", "parts", ranges={"reward": (0.0, 1.0)})
-    cut = {"step": "3", "reward": "1", "+ spread": "1", "− spread": "0.7"}
+    cut = {"step": "4", "reward": "1", "+ spread": "1", "− spread": "0.7"}
     assert plots.one(1.0) == cut, "no reward is above 1"
     steps = [{"rollouts/failed": 100.0 * (n == 350), "rollouts/timed_out": 0.0} for n in range(700)]
     plots.run("peak", steps)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run
+from groupwise.cli.printing import commands_after_run, commands_after_sft
 from groupwise.cli.runs.app import app
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
@@ -217,3 +217,6 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     lines = [line for line, _ in commands_after_run(runs / "sort")]
     for line in lines[1:3]:
         assert "Sort" in call(runs, *shlex.split(line)[2:4], line.split()[4])
+    assert [shlex.split(line)[-1] for line, _ in commands_after_sft(runs / "sort", "task.py")] == [
+        str(runs / "sort")
+    ] * 2

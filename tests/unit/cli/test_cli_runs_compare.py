@@ -78,8 +78,8 @@ def test_a_rescoring_reads_as_a_table(runs: Path) -> None:
     shown = call(runs, "rescore", "a", "--rewards", REWARD)
     lines = shown.splitlines()
     assert lines[0] == "a by backwards"
-    assert lines[3].split() == ["0", "2", "0.250", "-45.500", "-1.000", "0.000", "2"]
-    assert "0     0     0       2 → 1  0 → -45" in shown
+    assert lines[3].split() == ["1", "2", "0.250", "-45.500", "-1.000", "0.000", "2"]
+    assert "1     0     0       2 → 1  0 → -45" in shown
     assert all(letter == "\n" or letter.isprintable() for letter in shown)
     files = [Path(line.split()[-1]) for line in lines[-2:]]
     assert [(path.suffix, path.is_file()) for path in files] == [(".json", True), (".jsonl", True)]

@@ -166,7 +166,7 @@ def test_alone_it_shows_five_commands_that_exist(capsys: pytest.CaptureFixture[s
     assert main([]) == 0
     shown = capsys.readouterr().out
     named = {line.split()[1] for line in shown.splitlines() if line.startswith("    groupwise ")}
-    assert named == {"rl", "init", "serve", "launch", "fleet"}
+    assert named == {"init", "rl", "check", "serve", "launch", "fleet"}
     assert max(map(len, shown.splitlines())) < 80
 
 

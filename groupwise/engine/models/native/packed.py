@@ -38,8 +38,8 @@ class PackedLowRank:
 
     down: Array
     """A, ordered in tiles (`Packed._in_tiles`)."""
-    up_RO: Array
-    """B times its scaling, in float32."""
+    ups: Array
+    """B times its scaling, in float32, as [O / 16, R, 16]: what a tile needs is contiguous."""
     ranks_B2: Array
     """For each block of outputs, the first rank that acts on it, and the rank after the last."""
 
@@ -107,7 +107,8 @@ class Packed:
         if self._pairs:
             down_RI = down_RI.bfloat16()
         down = _in_tiles(down_RI, inputs, 2 if self._pairs else 1)
-        return PackedLowRank(down, array(up_RO), ranks_B2)
+        ups = array(up_RO.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous())
+        return PackedLowRank(down, ups, ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
         """The product [N, O] in float32, rounded by nothing but the quantisation; `low` is a result of `low_rank`."""
@@ -125,7 +126,7 @@ class Packed:
 
         def part(first: int, last: int) -> None:
             products.product(
-                x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
+                x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.ups, low.ranks_B2, into, first, last
             )  # fmt: skip
 
         if multithreaded:

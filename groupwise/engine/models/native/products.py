@@ -267,7 +267,7 @@ def _multiply(
     constants: Array,
     scales_N: Array,
     low_NR: Array,
-    up_RO: Array,
+    ups: Array,
     ranks_B2: Array,
     into_NO: Array,
     first_block: int,
@@ -282,11 +282,11 @@ def _multiply(
     # Before the loop, because in numba it takes time to look up an address.
     x_begin, x_stride, scales_begin = x_NI.ctypes.data, x_NI.strides[0], scales_N.ctypes.data
     weights_begin, constants_begin = weights.ctypes.data, constants.ctypes.data
-    low_begin, up_begin, into_begin = low_NR.ctypes.data, up_RO.ctypes.data, into_NO.ctypes.data
+    low_begin, up_begin, into_begin = low_NR.ctypes.data, ups.ctypes.data, into_NO.ctypes.data
     for block in range(first_block, last_block):
         at = weights_begin + block * lines * line
         first, last = ranks_B2[block, 0], ranks_B2[block, 1]
-        up = up_begin + 4 * (first * outputs + block * LANES)
+        up = up_begin + 4 * LANES * (block * ranks + first)
         begun = constants_begin + constants_size * block
         for tile in range(tiles):
             # Weights that several tiles need stay in the cache; meanwhile each tile fetches a part of the next block.
@@ -297,10 +297,10 @@ def _multiply(
             scales = scales_begin + 4 * n
             large = rows - n > SMALL
             if ONE_SIZE or large:  # if ONE_SIZE, numba does not compile the other branch
-                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * outputs,
+                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * LANES,
                        low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
             else:
-                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * outputs,
+                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * LANES,
                        low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
 
 
@@ -308,11 +308,9 @@ def _multiply(
 def _narrow(x_NI: Array, down: Array) -> Any:
     rows, ranks = x_NI.shape[0], down.shape[0] * LANES
     low_NR, nothing_NR = np.empty((rows, ranks), np.float32), np.empty((rows, 0), np.float32)
-    nothing_RO, none_B2 = np.empty((0, ranks), np.float32), np.zeros((ranks // LANES, 2), np.int64)
+    no_ups, none_B2 = np.empty((0, 0, LANES), np.float32), np.zeros((ranks // LANES, 2), np.int64)
     zeros_R = np.zeros(ranks, np.float32)
-    _multiply(
-        x_NI, down, zeros_R, zeros_R, nothing_NR, nothing_RO, none_B2, low_NR, 0, ranks // LANES
-    )
+    _multiply(x_NI, down, zeros_R, zeros_R, nothing_NR, no_ups, none_B2, low_NR, 0, ranks // LANES)
     return low_NR
 
 
@@ -331,7 +329,7 @@ def product(
     constants: Array,
     down: Array,
     low_NR: Array,
-    up_RO: Array,
+    ups: Array,
     ranks_B2: Array,
     into_NO: Array,
     first: int,
@@ -340,14 +338,12 @@ def product(
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, for the blocks of 16 outputs from `first` up to `last`.
 
     `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights` (W) and
-    `down` (A) have the order described in the module's docstring. All else is float32. For block b, only ranks from `ranks_B2[b, 0]` up to
-    `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
+    `down` (A) have the order described in the module's docstring, `ups` (B) is [O / 16, R, 16]. All else is float32. For block b, only
+    ranks from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
 
     `factors_NI` are the rows that W is multiplied with: x itself, or for `BYTES` the quantised x, whose scales are `scales_N`. `constants`
     is the bias; for `BYTES` it is [O / 16, 3, 16]: what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)
-    _multiply(
-        factors_NI, weights, constants, scales_N, low_NR, up_RO, ranks_B2, into_NO, first, last
-    )
+    _multiply(factors_NI, weights, constants, scales_N, low_NR, ups, ranks_B2, into_NO, first, last)

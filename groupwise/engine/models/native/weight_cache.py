@@ -65,6 +65,7 @@ class WeightCache:
         """`name`: the start of the files' names."""
         self._name = name
         self._mapped: dict[Kind, dict[str, Tensor]] = {}
+        self._mappings: dict[Kind, mmap.mmap] = {}
         self._watched: tuple[tuple[nn.Parameter, int], ...] = ()
         self.parameters: dict[str, nn.Parameter] = {}
         """The model's parameters by the names of its files; an adapter does not rename these."""
@@ -84,6 +85,14 @@ class WeightCache:
             self._mapped[kind] = self._map(kind)
         return self._mapped[kind]
 
+    def release(self, kind: Kind) -> None:
+        """Leave the pages of a mapping to the system's file cache, from which they are mapped again when they are read.
+
+        Only if nothing was written to them here, because that would be lost.
+        """
+        if kind in self._mappings and self.is_current():
+            self._mappings[kind].madvise(mmap.MADV_DONTNEED)
+
     def _map(self, kind: Kind) -> dict[str, Tensor]:
         path = self._path(kind)
         try:
@@ -96,6 +105,7 @@ class WeightCache:
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             logger.warning("%s is damaged (%s); it is made again", path, error)
             return {}
+        self._mappings[kind] = mapping
         with suppress(OSError):  # a folder that cannot be written
             os.utime(path)  # the least recently used file is the first to be removed
         return tensors

@@ -156,6 +156,11 @@ class NativeModel:
             linear.pack(None if as_int8 else cached.get(linear.cache_name), int8=as_int8)
         self.packed = True
 
+    def release_decoding(self) -> None:
+        """Call when nothing is decoded for a while: see `WeightCache.release`."""
+        if self._cache is not None:
+            self._cache.release("decoding")
+
     def write_cache(self) -> None:
         """Write what was computed of the model's files for later processes, if it is not cached yet."""
         if self._cache is None or not self._cache.is_current():
@@ -353,6 +358,7 @@ def write_weight_caches() -> None:
     for native in list(_native_models.values()):
         if native is not None:
             native.write_cache()
+            native.release_decoding()
 
 
 def refusal(model: CausalModel) -> str | None:

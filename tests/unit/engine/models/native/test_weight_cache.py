@@ -115,6 +115,13 @@ def packed_anew(model: CausalLM) -> NativeModel:
     return native
 
 
+def test_released_weights_are_mapped_again_when_they_are_read(folder):
+    computed = cached(folder)
+    native = packed(mapped(folder))
+    native.release_decoding()
+    assert_equal(computed, native)
+
+
 @pytest.mark.parametrize("damage", ["cut", "bit", "header", "empty", "foreign"])
 @pytest.mark.parametrize("kind", ["matrices", "decoding"])
 def test_a_damaged_file_is_made_again(kind, damage, folder, caplog):
