@@ -18,9 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import fleet_dispatch
 from benchmarks.step import RESULTS, config_of, machine, one_step, request, slug
@@ -42,6 +43,7 @@ MOST = 1.5
 CHECKPOINT_STEPS = 100
 MEASURED_STEPS = 50
 """Steps whose commits are timed, at the end of a record."""
+DESCRIBED = ("name", "unit", "small", "large", "because")
 LEAST = 0.5
 """Seconds for which short work is repeated."""
 
@@ -59,23 +61,11 @@ class Case:
     because: str = ""
     """Why a unit costs more at the large size, if it has to."""
 
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Milliseconds of one unit."""
-
-    name: str
-    unit: str
-    small: int
-    large: int
-    at_small: float
-    at_large: float
-    because: str
-
-    @property
-    def times(self) -> float:
-        """Cost of a unit at the large size, divided by that at the small one."""
-        return self.at_large / self.at_small
+    def measured(self) -> dict[str, Any]:
+        """What is stored: the case with milliseconds of a unit at each size, and their ratio."""
+        small, large = (1e3 * self.cost(size) for size in (self.small, self.large))
+        described = {name: getattr(self, name) for name in DESCRIBED}
+        return {**described, "at_small": small, "at_large": large, "times": large / small}
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -228,34 +218,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="fail where a unit grows too dear")
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args(arguments)
-    found: list[Found] = []
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="gw-growth-") as temporary:
         folder = given.data or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for case in cases(given.rollouts, folder):
             if given.only and given.only not in case.name:
                 continue
-            small, large = case.cost(case.small), case.cost(case.large)
-            found.append(
-                Found(case.name, case.unit, case.small, case.large, small * 1e3, large * 1e3, case.because)
-            )  # fmt: skip
-            print(line(found[-1]), flush=True)
+            found.append(case.measured())
+            print(line(**found[-1]), flush=True)
     if given.store:  # rows that were not measured now stay
         described = machine()
         file = RESULTS / f"growth-{slug(described)}.json"
         rows = json.loads(file.read_text())["rows"] if file.exists() else {}
-        rows |= {each.name: {**asdict(each), "times": each.times} for each in found}
+        rows |= {each["name"]: each for each in found}
         result = {"machine": described, "load": os.getloadavg(), "rows": rows}
         file.write_text(json.dumps(result, indent=1) + "\n")
-    return int(given.check and any(each.times > MOST and not each.because for each in found))
+    grown = [each for each in found if each["times"] > MOST and not each["because"]]
+    return int(given.check and bool(grown))
 
 
-def line(found: Found) -> str:
+def line(
+    name: str,
+    unit: str,
+    small: int,
+    large: int,
+    because: str,
+    at_small: float,
+    at_large: float,
+    times: float,
+) -> str:
     """The line that is printed for a row of the table."""
-    verdict = "" if found.times <= MOST else f"   {found.because or 'MORE THAN 1.5 TIMES'}"
+    verdict = "" if times <= MOST else f"   {because or 'MORE THAN 1.5 TIMES'}"
     return (
-        f"{found.name:<34} {found.small:>9,} {found.at_small:9.3f} ms a {found.unit:<8}"
-        f"{found.large:>10,} {found.at_large:9.3f} ms   {found.times:5.2f} times{verdict}"
+        f"{name:<34} {small:>9,} {at_small:9.3f} ms a {unit:<8}"
+        f"{large:>10,} {at_large:9.3f} ms   {times:5.2f} times{verdict}"
     )
 
 

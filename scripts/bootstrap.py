@@ -3,8 +3,9 @@
 
 The system's Python runs this file, and nothing else needs to be installed. Five steps: the environment itself; torch,
 before anything else can ask for it, in the build that suits this machine; the dependencies as constraints.txt pins them, file by file, and
-the package over them; the bundled model; byte code of what every run imports, and the kernels for this processor. A stamp in `.venv` remembers what was done, so
-that a later call with nothing to do costs a tenth of a second. An interrupted call leaves no stamp, and the next one goes on from there.
+the package over them; the bundled model; byte code of what every run imports, and the kernels for this processor. A stamp in `.venv`
+remembers what was done, so that a later call with nothing to do costs a tenth of a second. An interrupted call leaves no stamp, and the
+next one goes on from there.
 
     python3 scripts/bootstrap.py --profile train     what training needs
     python3 scripts/bootstrap.py --profile dev       the same, and what tests and checks need

@@ -99,7 +99,7 @@ SERVED = (
 """Pages that are followed from top to bottom, beside the server that they begin."""
 FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
-LAUNCHED = ("launch.md",)
+LAUNCHED = ("launch.md", "scaling.md")
 """Pages whose commands place jobs, some of them over SSH."""
 OF_ENVIRONMENTS = ("fruits",)
 """Runs with an environment of another library, which `make test-environments` trains."""
@@ -277,8 +277,9 @@ def run(
         if serves(words):
             beside.begin(words[2:])
             return
-        if words[:2] == ["groupwise", "web"]:
-            look_at(words[2:])
+        programs = {"groupwise web": look_at, "torchrun --nnodes": started_by_torchrun}
+        if (start := " ".join(words[:2])) in programs:
+            programs[start](words)
             return
         if words[0] == "python" and words[1:3] != ["-m", "zipfile"]:
             short = SHORT_PROGRAMS.get(Path(words[1]).name, ())
@@ -313,9 +314,21 @@ def run(
     return run_one
 
 
+def started_by_torchrun(words: list[str]) -> None:
+    """A dry run of the command, on one machine in place of several, by two processes."""
+    there = words.index("groupwise")
+    assert "--dry-run" in words
+    adapted = with_learners(within_seconds(words[there + 1 :]), 2)
+    alone = ["--standalone", "--nproc-per-node", "2", "-m", "groupwise"]
+    command = [sys.executable, "-m", "torch.distributed.run", *alone, *adapted]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stderr}"
+    assert '"learners": 2' in ended.stdout
+
+
 def look_at(words: list[str]) -> None:
     """Begin a dashboard, ask it for its first page, and end it."""
-    command = [sys.executable, "-m", "groupwise", "web", "--port", "0", *words]
+    command = [sys.executable, "-m", "groupwise", "web", "--port", "0", *words[2:]]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as dashboard:
         assert dashboard.stderr is not None
         said = dashboard.stderr.readline()
@@ -362,10 +375,9 @@ def launched(words: list[str]) -> int:
     there = words.index("--") + 1 if "--" in words else len(words)
     own, behind = words[:there], words[there:]
     adapted = within_seconds(behind) if behind else []
-    if words[1] == "slurm":
-        return given_to_slurm(own, adapted)
-    if words[1] == "ray":
-        return given_to_ray(own, adapted)
+    if words[1] in ("slurm", "ray"):
+        give = given_to_slurm if words[1] == "slurm" else given_to_ray
+        return give(*on_a_small_cluster(own, adapted))
     if words[1] != "ssh":
         return main([*own, *adapted])
     places = [at for at, word in enumerate(own) if word == "--host"]
@@ -405,12 +417,27 @@ def known_there(rows: list[dict[str, Any]]) -> None:
     )
 
 
+def on_a_small_cluster(own: list[str], behind: list[str]) -> tuple[list[str], list[str]]:
+    """The command for machines with two GPUs each, as those of the tests, if it asks for more."""
+    place = own.index("--gpus") + 1
+    if int(own[place]) <= 2:
+        return own, behind
+    learners = 2 * int(own[own.index("--machines") + 1])
+    return [*own[:place], "2", *own[place + 1 :]], with_learners(behind, learners)
+
+
+def with_learners(words: list[str], count: int) -> list[str]:
+    """The command with so many learners of one thread each."""
+    keys = re.compile(r"^(distributed\.learners|run\.threads)=.*")
+    return [keys.sub(rf"\1={count}", word) for word in words]
+
+
 def given_to_slurm(own: list[str], behind: list[str]) -> int:
     """The same as if it were typed on the login node, of a cluster of the tests."""
     place = own.index("--host")
     with slurm.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(cluster.configuration))
-        several = ["--dry-run"] if "--machines" in own else []
+        several = ["--dry-run"] if "--machines" in own and "--dry-run" not in own else []
         return main([*own[:place], *several, *own[place + 2 :], *behind])
 
 
@@ -421,7 +448,8 @@ def given_to_ray(own: list[str], behind: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setenv("RAY_AUTH_TOKEN", cluster.token)
-        asks = ["--dry-run"]  # tests/integration/launch/test_slurm_and_ray.py has them run
+        # tests/integration/launch/test_slurm_and_ray.py has them run
+        asks = [] if "--dry-run" in own else ["--dry-run"]
         return main([*own[:place], *asks, *own[place + 2 :], *behind])
 
 

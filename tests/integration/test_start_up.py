@@ -9,6 +9,7 @@
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 
 import groupwise
+from groupwise.core.terminal.progress import Progress
 from groupwise.engine.models import load
 from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
+from groupwise.training.loops import start
 from tests.forked_zygote import fork_zygotes
 from tests.integration.toy_run import TOY, config, what_must_be_equal
 from tests.processes import wait_until
@@ -146,6 +149,17 @@ print("heavy", [m for m in {heavy!r} if m in sys.modules], code, gc.get_threshol
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert shown.stdout.splitlines()[-1] == f"heavy [] {expected}", shown.stderr
+
+
+def test_a_notice_is_shown_while_the_model_is_loaded_and_other_lines_of_the_log_are_not(capsys):
+    log = logging.getLogger("groupwise")
+    log.setLevel(logging.INFO)
+    with Progress("run", 1) as progress, start._shown_warnings(progress):
+        log.info("a line")
+        log.info("kernels are compiled", extra={"notice": True})
+        log.warning("a doubt")
+    shown = capsys.readouterr().err.splitlines()
+    assert [line for line in shown if line] == ["kernels are compiled", "warning: a doubt"]
 
 
 OF_NATIVE_MODELS = (

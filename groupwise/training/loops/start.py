@@ -275,7 +275,7 @@ async def load_parts(interruption: Interruption, parts: Coroutine[Any, Any, T]) 
 
 @contextmanager
 def _shown_warnings(progress: Progress) -> Generator[None]:
-    """Also show the package's warnings in the progress display; the run's log contains them in any case."""
+    """Also show the package's warnings and notices in the progress display; the run's log contains them in any case."""
     handler = _ProgressHandler(progress)
     package = logging.getLogger("groupwise")
     package.addHandler(handler)
@@ -286,9 +286,14 @@ def _shown_warnings(progress: Progress) -> Generator[None]:
 
 
 class _ProgressHandler(logging.Handler):
+    """Shows warnings, and records that are logged with `extra={"notice": True}` because the user waits for what they say."""
+
     def __init__(self, progress: Progress) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.note(f"warning: {record.getMessage()}")
+        if record.levelno >= logging.WARNING:
+            self._progress.note(f"warning: {record.getMessage()}")
+        elif getattr(record, "notice", False):
+            self._progress.note(record.getMessage())

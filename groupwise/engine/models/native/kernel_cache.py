@@ -126,7 +126,11 @@ def digest_of(folder: Traversable) -> str:
 @cache
 def _tell_of_compiling(folder: str) -> None:
     """Log it once per process (the function is cached)."""
-    logger.info("Compiling kernels for this processor; kept in %s", folder)
+    logger.info(
+        "Compiling kernels for this processor, once, which takes 10 to 20 seconds; kept in %s",
+        folder,
+        extra={"notice": True},
+    )
 
 
 @cache
