@@ -40,9 +40,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
+    parser.add_argument("--quantization", choices=("int8",))
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args()
-    config = config_of(HALF, given.dtype, threads=1, processes=1)
+    how = {"threads": 1, "processes": 1, "quantization": given.quantization}
+    config = config_of(HALF, given.dtype, **how)
     layout = placement.choose_layout(config, longest_prompt=HALF.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -53,7 +55,9 @@ def main() -> None:
         print(f"  {part:<10} {spread(each)} ms")
     if given.store:
         described = machine()
-        file = RESULTS / f"profile-decoding-{slug(described)}-{given.dtype}.json"
+        file = (
+            RESULTS / f"profile-decoding-{slug(described)}-{given.quantization or given.dtype}.json"
+        )
         kept = {"machine": described, "milliseconds": found}
         file.write_text(json.dumps(kept, indent=2) + "\n")
         print(f"stored in {file}")

@@ -139,13 +139,17 @@ def config_of(
     threads: int | None = None,
     processes: int | None = None,
     model: str = MODEL,
+    quantization: str | None = None,
 ) -> RunConfig:
     """A run with the sizes of the work, which samples all its completions beside each other."""
     return load_config(
         {
             "model": {"name": model, "dtype": dtype},
             "lora": {"r": RANK, "alpha": ALPHA},
-            "sampler": {"max_completion_length": work.new_tokens},
+            "sampler": {
+                "max_completion_length": work.new_tokens,
+                "quantization": quantization,
+            },
             "training": {
                 "prompts_per_step": len(work.prompts),
                 "num_generations": work.members,

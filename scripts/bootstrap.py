@@ -3,7 +3,7 @@
 
 The system's Python runs this file, and nothing else needs to be installed. Five steps: the environment itself; torch,
 before anything else can ask for it, in the build that suits this machine; the dependencies as constraints.txt pins them, file by file, and
-the package over them; the bundled model; byte code of what every run imports. A stamp in `.venv` remembers what was done, so
+the package over them; the bundled model; byte code of what every run imports, and the kernels for this processor. A stamp in `.venv` remembers what was done, so
 that a later call with nothing to do costs a tenth of a second. An interrupted call leaves no stamp, and the next one goes on from there.
 
     python3 scripts/bootstrap.py --profile train     what training needs
@@ -140,8 +140,8 @@ def set_up(profile: str, wanted: str) -> None:
         install_pinned("--no-deps", pins.bundled_model)
         if "dev" in PROFILES[profile]:
             install_pinned("--no-deps", pins.loss_oracle)
-    with step(5, "byte code"):
-        keep_byte_code()
+    with step(5, "byte code and kernels"):
+        compile_ahead()
     torch = installed_torch()
     write_stamp(profile, torch.flavour if torch else flavour)
     release = torch.version if torch else "?"
@@ -452,7 +452,7 @@ def require_space(gigabytes: int) -> None:
 
 
 def install(*arguments: str) -> None:
-    """Install without byte code: `keep_byte_code` makes it for the few modules that are used, in a fifth of the time."""
+    """Install without byte code: `compile_ahead` makes it for the few modules that are used, in a fifth of the time."""
     pip("install", "--no-compile", *arguments)
 
 
@@ -466,20 +466,22 @@ IMPORTED = (
 )
 
 
-def keep_byte_code() -> None:
-    """Import what every run imports, once, so that Python keeps its byte code.
+def compile_ahead() -> None:
+    """Import what every run imports, so that Python keeps its byte code, and have the doctor sample and learn with a toy model, so that the
+    kernels for this processor are compiled and kept.
 
-    Also where PYTHONDONTWRITEBYTECODE is set, as in many containers: every start would compile it again, for five seconds.
+    Byte code also where PYTHONDONTWRITEBYTECODE is set, as in many containers: every start would compile it again, for five seconds.
     """
     environ = clean_environ()
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    subprocess.run(
-        [str(venv_python()), "-c", IMPORTED],
-        capture_output=True,
-        env=environ,
-        cwd=ROOT,
-        check=False,  # what cannot be imported is told by the first command that needs it
-    )
+    for arguments in (["-c", IMPORTED], ["-m", "groupwise", "doctor"]):
+        subprocess.run(
+            [str(venv_python()), *arguments],
+            capture_output=True,
+            env=environ,
+            cwd=ROOT,
+            check=False,  # what does not work is told by the first command that needs it
+        )
 
 
 def pip(*arguments: str) -> None:

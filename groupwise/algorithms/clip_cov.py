@@ -59,9 +59,9 @@ class ClipCov(Clipped):
     )
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
-    def clashes(self) -> Iterator[KnobConflict]:
+    def conflicts(self) -> Iterator[KnobConflict]:
         """Also yield bounds between which no token lies."""
-        yield from Clipped.clashes(self)
+        yield from Clipped.conflicts(self)
         if self.clip_cov_low >= self.clip_cov_high:
             yield KnobConflict(
                 f"{self.name}.clip_cov_low is {self.clip_cov_low:g}; it must be below clip_cov_high, which is {self.clip_cov_high:g}.",

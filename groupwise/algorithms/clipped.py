@@ -52,9 +52,9 @@ class Clipped(GroupRelative):
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return 1 - self.epsilon, 1 + high
 
-    def clashes(self) -> Iterator[KnobConflict]:
+    def conflicts(self) -> Iterator[KnobConflict]:
         """Also yield a delta that lies within the clip."""
-        yield from GroupRelative.clashes(self)
+        yield from GroupRelative.conflicts(self)
         if self.delta is not None and self.delta <= self.clip[1]:
             yield KnobConflict(
                 f"{self.name}.delta is {self.delta}; it must be above 1 + epsilon_high, which is "

@@ -56,9 +56,9 @@ class Dapo(Clipped):
         },
     )
 
-    def clashes(self) -> Iterator[KnobConflict]:
+    def conflicts(self) -> Iterator[KnobConflict]:
         """Also yield a punishment factor without a punishment."""
-        yield from Clipped.clashes(self)
+        yield from Clipped.conflicts(self)
         if self.soft_punish_cache == 0 and self.soft_punish_factor != 1:
             yield KnobConflict(
                 f"dapo.soft_punish_factor is {self.soft_punish_factor:g}, which has no effect while soft_punish_cache is 0. Give "

@@ -81,9 +81,9 @@ class Distillation(Clipped):
         default="none", metadata={**SCALE_REWARDS, "needs": "reward_weight"}
     )
 
-    def clashes(self) -> Iterator[KnobConflict]:
+    def conflicts(self) -> Iterator[KnobConflict]:
         """Also yield a `top_k` that does not fit the form, and what needs rewards without any."""
-        yield from Clipped.clashes(self)
+        yield from Clipped.conflicts(self)
         if (self.form == "top_k") != (self.top_k is not None):
             yield KnobConflict(
                 f"{self.name}.form is {self.form}, but top_k is {'null' if self.top_k is None else self.top_k}. top_k is the number of "

@@ -34,7 +34,7 @@ from groupwise.algorithms.advantages import Advantages, scored_members, tied, tr
 from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
-from groupwise.algorithms.knobs import Clashes, KnobConflict, check_knobs
+from groupwise.algorithms.knobs import ConflictingKnobs, KnobConflict, check_knobs
 from groupwise.algorithms.overlong import reward_of_the_task
 from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
@@ -174,10 +174,10 @@ class GroupRelative(NeedsNothing, ABC):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        if clashes := tuple(self.clashes()):
-            raise Clashes(clashes)
+        if conflicts := tuple(self.conflicts()):
+            raise ConflictingKnobs(conflicts)
 
-    def clashes(self) -> Iterator[KnobConflict]:
+    def conflicts(self) -> Iterator[KnobConflict]:
         """Yield values that are incompatible with each other."""
         if self.kl_target is not None and self.beta == 0:
             yield KnobConflict(

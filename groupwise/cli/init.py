@@ -26,8 +26,8 @@ def init(
             "TASK",
             "The task: a Python file, package.module, module:attribute, or the name of a "
             "built-in or installed one.",
-            "--task",
             "--task-module",
+            "--task",
             "-t",
         ),
     ] = None,
@@ -61,7 +61,7 @@ def init(
         Path | None,
         option(
             "FILE",
-            "Default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
+            "File to write; default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
             "--out",
             "-o",
         ),
@@ -100,7 +100,7 @@ def init(
         )
     elif task is None or model is None:
         raise UsageError(
-            "Give --task and --model, or --from with a config of TRL, open-r1 or Unsloth."
+            "Give --task-module and --model, or --from with a config of TRL, open-r1 or Unsloth."
         )
     elif processes is not None:
         raise UsageError("--processes has no effect without --from. Leave it out.")

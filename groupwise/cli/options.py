@@ -13,6 +13,7 @@ first long name of an option; the others are deprecated names, which still work.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -86,6 +87,8 @@ class Command(TyperCommand):
         super().__init__(*args, **settings)
         self.alias_params: list[Any] = []
         for param in self.params:
+            if param.param_type_name == "argument":  # help shows `RUN`, not `RUN <str>`
+                vars(param)["display_type_rich"] = lambda ctx: None
             names = [name for name in param.opts if name.startswith("--")]
             underscored = [f"--{name[2:].replace('-', '_')}" for name in names]
             for name in dict.fromkeys((*names, *underscored)):
@@ -158,6 +161,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
             )
             for name, option_class in option_classes.items()
         }
+        gc.enable()  # the program starts without it
         function(**values, **dataclass_args)
 
     # typer takes its parameters from the signature; the annotation of `values` is not one of them.

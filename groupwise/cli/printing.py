@@ -19,12 +19,11 @@ from rich.cells import cell_len
 
 from groupwise.cli.options import option
 from groupwise.core.terminal.text import clean, one_line
-from groupwise.runs.find import best_and_worst
 
 LEAST_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
-RunsDir = Annotated[Path, option(None, "Folder that holds the runs.", "--dir")]
+RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
 ]
@@ -62,6 +61,8 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
 
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
+    from groupwise.runs.find import best_and_worst
+
     name, own_dir = shlex.quote(folder.name), folder.parent
     place = "" if own_dir.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(own_dir))}"
     commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]

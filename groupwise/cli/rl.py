@@ -109,6 +109,10 @@ def rl(
 
     if dry_run:
         collect_seldom()
+    else:
+        from groupwise.engine.distributed.prefork import start_zygote_early
+
+        start_zygote_early(overrides or ())
     from groupwise.training.loops.rl_start import rl as train
 
     result = train(
@@ -157,6 +161,10 @@ def sft(
 
     if dry_run:
         collect_seldom()
+    else:
+        from groupwise.engine.distributed.prefork import start_zygote_early
+
+        start_zygote_early(overrides or ())
     from groupwise.cli.printing import command_line, print_next
     from groupwise.training.loops.sft_start import sft as train
 

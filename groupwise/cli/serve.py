@@ -59,7 +59,7 @@ def serve(
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train a model with prompts and rewards of clients.
+    """Serve a model that clients train with their own prompts and rewards.
 
     Settings can also be environment variables, e.g. GROUPWISE_SERVE_PORT; the API key is GROUPWISE_API_KEY.
     """

@@ -22,7 +22,7 @@ DASHBOARD_PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
 def web(
-    dir: Annotated[Path, option(None, "Folder that holds the runs.", "--dir")] = Path("runs"),
+    dir: Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")] = Path("runs"),
     host: Annotated[str, option("ADDRESS", "Address to listen at.")] = "127.0.0.1",
     port: Annotated[
         int, option("PORT", "Port to listen at; 0: any free port.", min=0, max=65535)

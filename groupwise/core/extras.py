@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -27,20 +26,24 @@ def require_packages(subject: str, extra: str, *packages: str, advice: str = "")
 def not_installed(subject: str, extra: str, *packages: str) -> str:
     """The message for a user who lacks these packages: how to install the extra that brings them."""
     verb = "is" if len(packages) == 1 else "are"
-    return f"{subject} needs {' and '.join(packages)}, which {verb} not installed: {how_to_install(extra)}"
-
-
-def how_to_install(extra: str) -> str:
-    """The command that installs this extra; for `train` also the one for the CPU build of torch, if no torch is installed."""
-    pip = _pip_install()
-    advice = f"{pip} '{DISTRIBUTION}[{extra}]'."
+    message = f"{subject} needs {' and '.join(packages)}, which {verb} not installed: {install_command(extra)}."
     if "train" in extra and importlib.util.find_spec("torch") is None:
-        advice += f" Without a GPU, install the CPU build of torch first, which is much smaller: {pip} {CPU_TORCH}"
-    return advice
+        message += (
+            " Without a GPU, install the CPU build of torch first, which is much smaller: "
+            f"{_pip_install()} {CPU_TORCH}"
+        )
+    return message
+
+
+def install_command(extra: str) -> str:
+    """The command that adds what an extra brings to this environment."""
+    return f"{_pip_install()} '{DISTRIBUTION}[{extra}]'"
 
 
 def _pip_install() -> str:
-    """The command that adds packages to this environment; pipx and `uv tool` hide theirs from pip, and note their settings in it."""
+    """How packages are added here: by pip, but pipx and `uv tool` hide their environments from it, and in a notebook it is a magic."""
+    if "ipykernel" in sys.modules:
+        return "%pip install"
     environment = Path(sys.prefix)
     if (environment / "pipx_metadata.json").is_file():
         return f"pipx runpip {DISTRIBUTION} install"
@@ -51,9 +54,11 @@ def _pip_install() -> str:
 
 def extra_of(package: str) -> str | None:
     """The extra that brings this package to users; None if none does."""
+    from importlib import metadata
+
     try:
-        requirements = importlib.metadata.requires(DISTRIBUTION) or ()
-    except importlib.metadata.PackageNotFoundError:  # a copy of the source that was not installed
+        requirements = metadata.requires(DISTRIBUTION) or ()
+    except metadata.PackageNotFoundError:  # a copy of the source that was not installed
         return None
     for requirement in requirements:
         found = re.match(r"([\w.-]++)[^;]*+;.*extra == ['\"]([\w-]+)", requirement)

@@ -26,6 +26,7 @@ from groupwise.core.errors import (
     StoreError,
     UsageError,
 )
+from groupwise.core.extras import require_packages
 from groupwise.core.terminal.notebook import one_output, show, tell
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import TrainingConfig, without_secrets
@@ -44,7 +45,6 @@ from groupwise.notebook.study import (
     next_trial,
     open_study,
     refuse_other_space,
-    refuse_without_optuna,
     reuse_earlier_result,
 )
 from groupwise.notebook.task import metric_names
@@ -90,7 +90,7 @@ def search(
     trials = plain_number(trials)
     if not is_count(trials):
         raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
-    refuse_without_optuna()
+    require_packages("search()", "notebook", "optuna")
     trial_space = distributions(config, space)
     credentials.provide(config)
     drive.ensure(config)

@@ -36,8 +36,7 @@ class Record:
     def metrics(self, *names: str) -> dict[str, list[tuple[int, float]]]:
         """Curves by name, each (step, value); all of them without names.
 
-        Steps count from 0: what is shown as step 1 while it trains is 0 here. Raises UsageError for a metric that the run does not
-        have; before its first step there are no metrics, and no name is refused.
+        Raises UsageError for a metric that the run does not have; before its first step there are no metrics, and no name is refused.
         """
         with self._store() as store:
             if names:
@@ -59,18 +58,15 @@ class Record:
             return store.metric_names()
 
     def rollouts(self, step: int | None = None, limit: int = 8) -> list[RolloutView]:
-        """Completions with their rewards: of one step (counted from 0), or the newest ones. Raises UsageError for a step not done yet."""
+        """Completions with their rewards: of one step, or the newest ones. Raises UsageError for a step not done yet."""
         step = plain_number(step)
         with self._store() as store:
-            last_step = store.last_step()
-            is_done = type(step) is int and 0 <= step <= (last_step or 0)
+            steps = store.step_count()
+            is_done = type(step) is int and 1 <= step <= steps
             if step is not None and not is_done:
-                available_steps = (
-                    "no step is done yet" if last_step is None else f"there are 0 to {last_step}"
-                )
+                available_steps = f"there are 1 to {steps}" if steps else "no step is done yet"
                 raise UsageError(
-                    f"step is {step!r}, but {available_steps}. Give one of the steps that are done, counted from 0, or None for the newest "
-                    "completions."
+                    f"step is {step!r}, but {available_steps}. Give one of the steps that are done, or None for the newest completions."
                 )
             return store.rollouts(
                 RolloutFilter(
@@ -97,7 +93,7 @@ class Record:
     def table(
         self, step: int | None = None, limit: int = 8, longest: int = MAX_CHARACTERS_IN_TABLE
     ) -> Table:
-        """Completions with their rewards, for reading, of one step (counted from 0: what is shown as step 1 while it trains is 0 here).
+        """Completions with their rewards, for reading, of one step, or the newest ones.
 
         `longest`: characters shown of one. Raises UsageError for a step not done yet.
         """

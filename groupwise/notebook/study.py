@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,14 +28,6 @@ REPEATED = "repeated"
 """The number of the trial that had the same values."""
 REASON = "reason"
 """The reason why a trial failed."""
-
-
-def refuse_without_optuna() -> None:
-    """Raise UsageError if Optuna is not installed."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UsageError(
-            "search() needs the package optuna, which is not installed: %pip install optuna, then run the cell again."
-        )
 
 
 def open_study(folder: Path, prune: bool) -> Study:

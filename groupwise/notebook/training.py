@@ -181,5 +181,5 @@ class Completions(Callback):
         stretch = math.ceil(run.max_steps / TABLES)
         is_section_end = run.step % stretch == 0 or run.step == run.max_steps
         if is_section_end or run.step == run.first_step + 1:
-            table = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
+            table = Record(run.folder).table(run.step, MAX_ROWS, LONGEST)
             run.say(str(replace(table, title=f"Completions of step {run.step}")))

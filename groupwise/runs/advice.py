@@ -128,13 +128,13 @@ RULES = (
 
 def advice_on(store: Store) -> list[dict[str, Any]]:
     """The advice that applies now, with the numbers."""
-    last_step = store.last_step()
-    if last_step is None:
+    steps = store.step_count()
+    if not steps:
         return []
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
     curves = store.metrics(
         [*(rule.metric for rule in RULES), DISTINCT, DISTILLATION, *outcomes],
-        since=max(0, last_step + 1 - RECENT),
+        since=max(0, steps - RECENT),
     )
     recent = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
     means = {name: value for name, value in recent.items() if value is not None}

@@ -130,7 +130,7 @@ class RunSection(Strict):
     )
     profile: int | tuple[int, ...] | None = setting(
         None,
-        "Steps whose work is traced, by index from 0: one or a list. profile/step-N.json shows it in "
+        "Steps whose work is traced: one or a list. profile/step-N.json shows it in "
         "Perfetto, profile/step-N.txt says what took longest. Such a step is slower.",
         on_resume="free",
     )
@@ -229,8 +229,8 @@ class RunSection(Strict):
     @classmethod
     def _names_steps(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
         steps = (value,) if isinstance(value, int) else value or ()
-        if any(step < 0 for step in steps):
-            raise ValueError(f"profile has {min(steps)}; steps are counted from 0.")
+        if any(step < 1 for step in steps):
+            raise ValueError(f"profile has {min(steps)}; the first step is 1.")
         return value
 
     @field_validator("name")

@@ -70,8 +70,7 @@ def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
         return []
     try:
         with Store.open(record, readonly=True) as store:
-            last_step = store.last_step()
-            done = 0 if last_step is None else last_step + 1
+            done = store.step_count()
             step_points = store.metrics([metric]).get(metric, [])
             evaluation_points = [
                 (e.step, e.metrics.get(metric)) for e in store.evaluations(rows=False)

@@ -153,14 +153,13 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
                 raise StoreError(
                     f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
                 )
-            last_step = store.last_step()
             reward_first, reward_last = map(mean_of, store.curve_ends("reward", ENDS))
             loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
             info = RunInfo(
                 name=path.name,
                 path=path,
                 state=shown_state(path, facts["state"]),
-                steps=0 if last_step is None else last_step + 1,
+                steps=store.step_count(),
                 max_steps=_of_kind(facts.get("max_steps"), int),
                 reward_first=reward_first,
                 reward_last=reward_last,

@@ -104,7 +104,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     column, value_lead = _measured_column(filters)
     candidates: tuple[tuple[Lead, str, Any], ...] = (
         ("part", "§part.name = ?", filters.part and label(filters.part)),
-        ("step", "§rollouts.step = ?", filters.step),
+        ("step", "§rollouts.step = ?", None if filters.step is None else filters.step - 1),
         ("draw", "§rollouts.draw = ?", filters.draw),
         ("example", "§rollouts.example = ?", filters.example),
         ("task", _task_condition(filters, plan), filters.task and task_label(filters.task)),

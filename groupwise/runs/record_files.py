@@ -36,12 +36,6 @@ def check_can_write(to: RecordFormat) -> None:
         require_packages("Parquet", "train", "pyarrow")
 
 
-def steps_of(store: Store) -> int:
-    """The number of recorded steps."""
-    last_step = store.last_step()
-    return 0 if last_step is None else last_step + 1
-
-
 def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> None:
     """Write everything recorded of the first `steps` steps to an existing folder.
 
@@ -106,12 +100,12 @@ def _rows_of_kind(store: Store, kind: str, steps: int, metrics: Mapping[str, str
     elif kind in ("evaluations", "evaluation_rows"):
         yield from _evaluation_rows(store, kind, steps)
     else:
-        for step in range(steps):
+        for step in range(1, steps + 1):
             if kind == "rollouts":
                 with closing(store.every_rollout(RolloutFilter(step=step))) as rollouts:
                     yield from starmap(_rollout_row, rollouts)
             else:
-                values = store.step_metrics(step)
+                values = store.step_metrics(step - 1)
                 yield {
                     "step": step,
                     **{column: values.get(name) for name, column in metrics.items()},

@@ -112,6 +112,7 @@ class RolloutFilter:
     """Selects the rollouts to show. Every condition that is not None must hold."""
 
     step: int | None = None
+    """Number of the step, from 1."""
     draw: int | None = None
     example: int | None = None
     task: str | None = None
@@ -140,6 +141,7 @@ class RolloutView:
 
     id: int
     step: int | None
+    """Number of its step, from 1; None if it belongs to no committed step."""
     draw: int
     member: int
     attempt: int
@@ -194,6 +196,7 @@ class GroupReward:
     """Rewards of one group of a committed step."""
 
     step: int
+    """Number of the step, from 1."""
     draw: int
     prompt: str
     """The prompt as text; equal for equal prompts."""
@@ -206,6 +209,7 @@ class CompletedPrompt(NamedTuple):
 
     draw: int
     step: int
+    """Number of the step, from 1."""
     example: int
     prompt: str
     """The prompt as text, as the task gave it; equal for equal prompts."""

@@ -37,7 +37,7 @@ NEAR = 3
 AT_ONCE = 500
 """Rollouts of a long list whose texts are in memory at once."""
 _VIEW = (
-    "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
+    "rollouts.id, rollouts.step + 1, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
     " truncated, completion_tokens, ended_by, rollouts.task"
 )
 MOST_OF_REASON = 300
@@ -53,7 +53,7 @@ class PromptFilter:
     """Selects groups of committed steps. Groups that replay the completions of an earlier draw are never among them."""
 
     until: int | None = None
-    """The last step to include."""
+    """The last step to include, counted from 1."""
     example: int | None = None
     task: str | None = None
     oldest: bool = False
@@ -226,7 +226,7 @@ def failure_kinds(db: Database, limit: int, newest: int) -> list[FailureKind]:
 def find_completed_prompts(db: Database, filters: PromptFilter) -> list[CompletedPrompt]:
     """The groups that match the filter. Those of a task are sorted by draw, which is nearly the order of steps and has an index."""
     conditions: list[tuple[str, Any]] = [
-        ("step <= ?", filters.until),
+        ("step < ?", filters.until),
         ("example = ?", filters.example),
         ("task = ?" if filters.example is None else "+task = ?", filters.task and task_label(filters.task)),
     ]  # fmt: skip
@@ -236,7 +236,7 @@ def find_completed_prompts(db: Database, filters: PromptFilter) -> list[Complete
     columns = ("draw",) if by_task else ("step", "position")
     order = ", ".join(f"{column}{'' if filters.oldest else ' DESC'}" for column in columns)
     rows = db.all(
-        f"SELECT draw, step, example, prompt_text FROM groups WHERE {'+' if by_task else ''}step >= 0 AND again IS NULL"
+        f"SELECT draw, step + 1, example, prompt_text FROM groups WHERE {'+' if by_task else ''}step >= 0 AND again IS NULL"
         f"{''.join(f' AND {clause}' for clause in clauses)} ORDER BY {order} LIMIT ?",
         (*values, filters.limit),
     )

@@ -185,6 +185,11 @@ class Store:
         """Index of the last committed step; None if there is none."""
         return self._db.one("SELECT max(step) FROM steps")[0]
 
+    def step_count(self) -> int:
+        """How many steps are committed, which is the number of the last one."""
+        last_step = self.last_step()
+        return 0 if last_step is None else last_step + 1
+
     def steps(self) -> list[StepRecord]:
         """The manifests of all committed steps, in order."""
         return self._read_steps("TRUE ORDER BY step")
@@ -222,9 +227,9 @@ class Store:
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
     ) -> dict[str, list[tuple[int, float]]]:
-        """Curves: name -> (step, value) in order of steps, from step `since` on. A name without values is left out."""
+        """Curves: name -> (step, value), with steps from 1, of the steps after the first `since`. A name without values is left out."""
         wanted_names = self.metric_names() if names is None else names
-        query = "SELECT step, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step"
+        query = "SELECT step + 1, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step"
         curves: dict[str, list[tuple[int, float]]] = {}
         for name in wanted_names:
             if rows := self._db.all(query, (label(name), since or 0)):
@@ -246,10 +251,10 @@ class Store:
         return first[:count], last[:count][::-1]
 
     def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
-        """The first and the last step at which any of these metrics has a value; None if none has."""
+        """The first and the last step, from 1, at which any of these metrics has a value; None if none has."""
         step_ranges = [
             self._db.one(
-                "SELECT (SELECT min(step) FROM metrics WHERE name = ?1), (SELECT max(step) FROM metrics WHERE name = ?1)",
+                "SELECT (SELECT min(step) + 1 FROM metrics WHERE name = ?1), (SELECT max(step) + 1 FROM metrics WHERE name = ?1)",
                 (label(name),),
             )
             for name in names
@@ -264,7 +269,7 @@ class Store:
         visible. A curve with at most `columns` steps gets one column per step. `within` is the range of steps that the plot shows,
         by default the curve's own."""
         return self._thin_curve(
-            f"SELECT step, {FINITE} AS value FROM metrics WHERE name = ?1",
+            f"SELECT step + 1 AS step, {FINITE} AS value FROM metrics WHERE name = ?1",
             label(name),
             columns,
             within or self.range_of([name]),
@@ -275,7 +280,7 @@ class Store:
     ) -> list[CurvePoint]:
         """`thinned_curve` of the sum of several metrics in each step: the height of a stacked plot."""
         step_sums = (
-            f"SELECT step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
+            f"SELECT step + 1 AS step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
             " GROUP BY step"
         )
         names_json = json.dumps([label(name) for name in names])
@@ -287,9 +292,7 @@ class Store:
         """When the steps of each column were finished: seconds since the run was created, or since its first step if that is earlier.
         With `name`, only steps that have this metric."""
         metric_condition = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
-        times = (
-            f"SELECT step, finished_at - ?1 AS value FROM steps{metric_condition if name else ''}"
-        )
+        times = f"SELECT step + 1 AS step, finished_at - ?1 AS value FROM steps{metric_condition if name else ''}"
         extra_values = (label(name),) if name else ()
         return self._thin_curve(times, self._start_time(), columns, within, *extra_values)
 
@@ -381,9 +384,9 @@ class Store:
         return [draw for (draw,) in rows]
 
     def steps_of(self, example: int) -> tuple[list[int], int]:
-        """The steps that drew an example, in order, and how many groups of it there are, those without a step included."""
+        """The steps that drew an example, from 1 and in order, and how many groups of it there are, those without a step included."""
         rows = self._db.all(
-            "SELECT step, count(*) FROM groups WHERE example = ? GROUP BY step ORDER BY step",
+            "SELECT step + 1, count(*) FROM groups WHERE example = ? GROUP BY step ORDER BY step",
             (example,),
         )
         return [step for step, _ in rows if step is not None], sum(count for _, count in rows)
@@ -421,11 +424,11 @@ class Store:
         return failure_kinds(self._db, limit, newest)
 
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
-        """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
+        """The rewards of all groups of the steps `first` to `last` (from 1), in order of training; those without a score are left out."""
         rows = self._db.all(
-            "SELECT g.step, g.draw, g.prompt_text, avg(r.reward) FROM groups g JOIN rollouts r ON r.draw = g.draw"
-            " WHERE g.step BETWEEN ? AND ? AND r.outcome = 'scored'"
-            " GROUP BY g.draw ORDER BY g.step, g.position",
+            "SELECT g.step + 1, g.draw, g.prompt_text, avg(r.reward) FROM groups g CROSS JOIN rollouts r"
+            " ON r.draw = g.draw AND +r.outcome = 'scored' WHERE g.step BETWEEN ? - 1 AND ? - 1"
+            " GROUP BY g.step, g.position, g.draw ORDER BY g.step, g.position",
             (first, last),
         )
         return [

@@ -510,9 +510,9 @@ def _similar_names(name: str, hook: str) -> bool:
 def _refuse_columns(
     names: Sequence[str], examples: Sequence[Example], where: str, who_gets: str
 ) -> None:
-    clashes = [name for name in names if any(name in example.columns for example in examples)]
-    if clashes:
+    conflicts = [name for name in names if any(name in example.columns for example in examples)]
+    if conflicts:
         raise TaskError(
-            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in clashes)}, but {who_gets} "
+            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in conflicts)}, but {who_gets} "
             "arguments of that name. Rename the column."
         )

@@ -29,6 +29,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from groupwise.core.errors import TaskError
+from groupwise.core.extras import not_installed
 from groupwise.core.processes.family import MARK
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.terminal.text import clean
@@ -350,9 +351,7 @@ def _listed_tools(name: str, server_json: str) -> str:
         except ToolUnavailable as problem:
             raise TaskError(str(problem)) from problem
         except ImportError as error:
-            raise TaskError(
-                "task.mcp_servers needs the package mcp: pip install 'groupwise[mcp]'."
-            ) from error
+            raise TaskError(not_installed("task.mcp_servers", "mcp", "mcp")) from error
 
 
 async def _list_tools(name: str, server: McpServer) -> str:

@@ -50,14 +50,12 @@ from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
-    AnyConfig,
     Layout,
     layout_from_response,
     most_processes,
     samplers_of,
 )
 from groupwise.training.rollout_builder import longest_completion
-from groupwise.training.sft_config import SftConfig, load_sft_config
 
 if TYPE_CHECKING:
     from groupwise.api.schemas.parts import PartsKind
@@ -76,6 +74,8 @@ if TYPE_CHECKING:
     from groupwise.engine.sampler.servers.probe import LocalPolicy
     from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
+    from groupwise.training.placement import AnyConfig
+    from groupwise.training.sft_config import SftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -202,17 +202,20 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Start the zygote early if the config will probably need ranks, because its imports take seconds. For Unsloth, import it now, because
-    it must be imported before transformers.
+    """Start the zygote early if the config will probably need ranks, because its imports take seconds; else end one that was started
+    before the config was read. For Unsloth, import it now, because it must be imported before transformers.
 
     This is a guess: on a machine with a GPU but without its driver's file, a zygote may be started in vain.
     """
     library.import_first(config.model)
     torch_alone = config.run.server is None and config.model.backend == "transformers"
-    if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
-        return
-    if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
+    several = (
+        most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0
+    )
+    if torch_alone and config.model.name != "tiny" and not NVIDIA.exists() and several:
         prefork.start_zygote()
+    else:
+        prefork.end_zygote()
 
 
 def be_launched(config: AnyConfig) -> None:
@@ -272,16 +275,18 @@ async def start_training(
             raise
     workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
-        # The ranks only learn; the first one checks the log-probabilities of the servers.
+        # The ranks only learn; the first one checks the log-probabilities of the servers, or all do that together.
         try:
-            sampler = _server_sampler(
-                config, layout, RankPolicy(workers), prefork.load_tokenizer(config.model)
-            )
+            divided = layout.parts > 1
+            local_policy = RankPolicy(workers, divided=divided)
+            tokenizer = prefork.load_tokenizer(config.model)
+            sampler = _server_sampler(config, layout, local_policy, tokenizer)
             return Parts(
                 sampler,
-                RankLearner(workers),
+                RankLearner(workers, divided=divided),
                 _stop_token_ids(workers),
                 ranks=workers,
+                divided=divided,
                 by_http=sampler,
             )
         except BaseException:
@@ -916,8 +921,12 @@ def _close_halves(*halves: SpawnedWorkers) -> None:
 
 
 def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    from groupwise.engine.models.native.weights import write_weight_caches
+
     prefork.end_zygote()
-    return _make_worker(kind, config, layout, **arguments)
+    worker = _make_worker(kind, config, layout, **arguments)
+    write_weight_caches()  # now: later this process may change its weights
+    return worker
 
 
 def _make_arguments(
@@ -933,6 +942,7 @@ def make_worker_from_json(
 ) -> WorkerState:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
+    from groupwise.training.sft_config import load_sft_config
 
     read = load_sft_config if kind == "supervised" else load_config
     worker = _make_worker(kind, read(config).config, Layout(**layout), **arguments)
@@ -956,14 +966,20 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = _load_trained_model(config, layout, layout.device)
+    device, divided = _full_model_device(layout), layout.parts > 1
+    model = _load_trained_model(config, layout, device)
     stops = stop_token_ids(model, tokenizer)
     learner_weights: Any
     if config.lora:
         learner_weights = _trained_adapter(config, model)
         sampler_weights = ServedAdapter(learner_weights.adapted)
     else:  # the sampler needs its own copy of all weights
-        sampler_weights = ServedModel(load_model(config.model, layout.dtype, layout.device))
+        served = load_model(config.model, layout.dtype, device)
+        if divided:
+            from groupwise.engine.learner.fsdp import shard_model
+
+            shard_model(served, layout.device)
+        sampler_weights = ServedModel(served)
         learner_weights = _trained_model(config, layout, model)
     replicas = _replicas(layout, learner_weights)
     learner = _build_learner(
@@ -979,7 +995,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         replicas,
         local_policy=_build_local_policy(sampler_weights) if samples_on_servers else None,
         adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
-        if config.lora is not None and config.model.backend != "unsloth"
+        if config.lora is not None and config.model.backend != "unsloth" and not divided
         else None,  # further models can be added to the base of an adapter's training
     )
 
@@ -1147,6 +1163,7 @@ def _build_sampler(
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
+        int8=config.sampler.quantization == "int8",
         frees_cache=layout.frees_cache,
     )
 

@@ -39,7 +39,7 @@ from pydantic import (
 
 from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.kl import FIRST_BETA, TARGET
-from groupwise.algorithms.knobs import Clashes, KnobConflict, disabled_by
+from groupwise.algorithms.knobs import ConflictingKnobs, KnobConflict, disabled_by
 from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.presets import PRESETS, Preset
@@ -131,20 +131,20 @@ class AlgorithmConfig(Strict):
                 ("preset", "type"),
             )
             return
-        clashes: tuple[KnobConflict, ...] = ()
+        conflicts: tuple[KnobConflict, ...] = ()
         try:
             kind_of(self.type)(**self.knobs)
-        except Clashes as error:
-            clashes = error.clashes
-        for clash in clashes:
-            yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
-        clashing = {knob for clash in clashes for knob in clash.knobs}
+        except ConflictingKnobs as error:
+            conflicts = error.conflicts
+        for conflict in conflicts:
+            yield Conflict(conflict.message, (*conflict.knobs, *_DEFAULTS_FROM))
+        conflicting = {knob for conflict in conflicts for knob in conflict.knobs}
         preset_knobs: Mapping[str, Any] = preset.knobs if preset else {}
         values = self.knobs
         for knob in fields(kind_of(self.type)):
             needed_knob, value = disabled_by(knob, values), values[knob.name]
             is_default = value in (knob.default, preset_knobs.get(knob.name, knob.default))
-            if needed_knob and not is_default and knob.name not in clashing:
+            if needed_knob and not is_default and knob.name not in conflicting:
                 yield Conflict(
                     f"{knob.name} is {value}, which has no effect while {needed_knob} is "
                     f"{json.dumps(values[needed_knob])}. Set {needed_knob}, or leave {knob.name} out.",
@@ -183,7 +183,7 @@ class OwnAlgorithmConfig(AlgorithmConfig):
             return
         try:
             kind_of(self.type)(**self.knobs)
-        except Clashes:
+        except ConflictingKnobs:
             pass
         except (TypeError, ValueError) as error:
             yield Conflict(str(error), (*known, *_DEFAULTS_FROM))
@@ -457,6 +457,24 @@ class RunConfig(Strict):
         )
         if self.sampler.engine != "torch":
             yield from self._sampling_server_conflicts()
+        if self.sampler.quantization is not None:
+            yield from self._quantization_conflicts()
+
+    def _quantization_conflicts(self) -> Iterator[Conflict]:
+        quantization = self.sampler.quantization
+        if self.algorithm.knobs.get("importance_sampling_correction") == "none":
+            yield Conflict(
+                f"sampler.quantization is {quantization}, whose log-probabilities differ from the learner's, but "
+                "algorithm.importance_sampling_correction is none, so that completions would be trained as if the learner's policy had "
+                "sampled them. Leave the key out (token_truncate), or leave sampler.quantization out.",
+                ("sampler.quantization", "algorithm.importance_sampling_correction"),
+            )
+        if self.run.server is not None or self.model.backend == "tunix":
+            key = "model.backend" if self.run.server is None else "run.server"
+            yield Conflict(
+                f"sampler.quantization is {quantization}, which has no effect with {key}: this process does not sample. Leave it out.",
+                ("sampler.quantization", key),
+            )
 
     def _sampling_server_conflicts(self) -> Iterator[Conflict]:
         settings: dict[str, tuple[bool, str, str]] = {
@@ -473,15 +491,20 @@ class RunConfig(Strict):
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
-            "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
             "distributed.samplers": (self.distributed.samplers > 0, str(self.distributed.samplers), "the servers sample"),
         }  # fmt: skip
-        for key, (clashes, value, why) in settings.items():
-            if clashes:
+        for key, (conflicts, value, why) in settings.items():
+            if conflicts:
                 yield Conflict(
                     f"sampler.engine is {self.sampler.engine}, but {key} is {value}: {why}. Leave one of the two out.",
                     ("sampler.engine", key),
                 )
+        if self.sampler.routing_replay and self.distributed.strategy == "fsdp2":
+            yield Conflict(
+                "sampler.routing_replay is true, but distributed.strategy is fsdp2, whose learners choose experts themselves. Leave one of "
+                "the two out.",
+                ("sampler.routing_replay", "distributed.strategy"),
+            )
         if self.sampler.routing_replay and self.model.backend not in ("transformers", "tunix"):
             yield Conflict(
                 f"sampler.routing_replay is true, but model.backend is {self.model.backend}, which computes experts in its own way. Leave "
@@ -544,8 +567,8 @@ class RunConfig(Strict):
             "run.server": (self.run.server is not None, self.run.server),
             "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2"),
         }
-        for key, (clashes, value) in elsewhere.items():
-            if clashes and (teacher.type != "endpoint" or key != "distributed.strategy"):
+        for key, (conflicts, value) in elsewhere.items():
+            if conflicts and (teacher.type != "endpoint" or key != "distributed.strategy"):
                 yield Conflict(
                     f"teacher.type is {teacher.type}, but {key} is {value}, where no teacher is computed. Leave {key} out.",
                     ("teacher.type", key),
@@ -677,8 +700,8 @@ def load_config(
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(read_source_tree(source), overrides)
-    # By default, correct by importance sampling if completions come from earlier policies or from
-    # engines that round differently from the learner.
+    # By default, correct by importance sampling if completions come from earlier policies, from
+    # engines that round differently from the learner, or from quantised weights.
     training = tree.value(("training",))
     off_policy = (
         isinstance(training, dict)
@@ -687,7 +710,9 @@ def load_config(
     uses_servers = tree.value(("sampler", "engine")) in ("vllm", "sglang")
     replays_completions = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
-    if (off_policy or replays_completions or uses_servers) and isinstance(algorithm, dict):
+    quantized = tree.value(("sampler", "quantization")) is not None
+    corrected = off_policy or replays_completions or uses_servers or quantized
+    if corrected and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     # The default label goes from the environment into the config, so that a resume has the same one.

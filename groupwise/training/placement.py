@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
@@ -21,9 +21,11 @@ from groupwise.engine.models.machine import available_cores
 from groupwise.engine.models.plan import MICROBATCHES, LearningProcess
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
-from groupwise.training.sft_config import SftConfig
 
-AnyConfig = RunConfig | SftConfig
+if TYPE_CHECKING:
+    from groupwise.training.sft_config import SftConfig
+
+    AnyConfig = RunConfig | SftConfig
 
 KEY_BLOCK = 64
 """Key lengths are rounded up to a multiple of this many tokens, so that similar configs decode with the same shapes."""
@@ -382,7 +384,7 @@ def _learners_share(config: AnyConfig, learners: int, *, shares_gpus: bool) -> f
     """The part of a GPU's free memory that its learner may take: what the sampler's keys and values there leave, but a tenth."""
     if shares_gpus:
         return USABLE - SHARE_OF_CACHE
-    if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
+    if not isinstance(config, RunConfig) or samplers_of(config) or config.sampler.url:
         return USABLE
     if config.sampler.vllm_python is None:
         return USABLE - SHARE_OF_CACHE
@@ -446,7 +448,7 @@ def most_processes(config: AnyConfig) -> int:
         return 1
     if config.lora is None or not sys.platform.startswith("linux"):
         return 1
-    if isinstance(config, SftConfig):
+    if not isinstance(config, RunConfig):
         useful_processes = config.training.examples_per_step // MIN_EXAMPLES
     else:
         useful_processes = (

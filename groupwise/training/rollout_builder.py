@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from groupwise.core.errors import ConfigError, TaskError, UsageError
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.extras import require_packages
 from groupwise.core.reward_call.request import Scorer, unpicklable
 from groupwise.core.types import Example, SamplingParams
 from groupwise.engine.distributed import prefork
@@ -231,13 +232,10 @@ def build_rollouts(
         return TwoStage(config.rollout, tokenizer)
     if config.rollout.type == "external":
         check_rollouts(config, task, ())
-        try:
-            from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"An environment of another library asks the policy over HTTP, for which the package {error.name} is missing: "
-                "pip install 'groupwise[environments]'"
-            ) from None
+        subject = "An environment of another library, which asks the policy over HTTP,"
+        require_packages(subject, "environments", "starlette", "uvicorn")
+        from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
+
         external_limits = ExternalLimits(
             max_turns=config.rollout.max_turns,
             max_tokens=longest_completion(config),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import groupwise
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.messages import MessageChannel
+from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.learner.torch_learner import TorchLearner
 from tests.forked_zygote import fork_peers
@@ -230,7 +231,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         assert not under_way
         discard(learner)
 
-    together, steps = RankLearner._call_together, []
+    together, steps = WorkerCalls.call_together, []
 
     async def interrupted(self, calls):
         if calls[0][1] == "learner.forward_backward":
@@ -244,7 +245,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         patch.setattr(TorchLearner, "_backward", slow)
         patch.setattr(TorchLearner, "forward_backward", learned)
         patch.setattr(TorchLearner, "discard", discarded)
-        patch.setattr(RankLearner, "_call_together", interrupted)
+        patch.setattr(WorkerCalls, "call_together", interrupted)
         assert groupwise.rl(settings, TOY).exit_code == 130
     assert (tmp_path / "toy/checkpoints/step-3").is_dir()
     go_on(settings)

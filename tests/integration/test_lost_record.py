@@ -43,7 +43,7 @@ def test_a_lost_record_comes_back(whole, copy, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "from the checkpoints: 5 steps" in said
     assert what_must_be_equal(copy) == what_must_be_equal(whole)
-    assert replay("toy", step=3, runs_dir=tmp_path).exact, "with every token"
+    assert replay("toy", step=4, runs_dir=tmp_path).exact, "with every token"
 
 
 def test_a_checkpoint_that_carries_a_damaged_piece_is_one_too_many(whole, copy, tmp_path, capsys):

@@ -42,7 +42,7 @@ def settings(runs: Path, **run: Any) -> dict[str, Any]:
 
 def recorded(run: Path, name: str) -> list[tuple[int, float]]:
     with Store.open(run / "run.db", readonly=True) as store:
-        return [(step + 1, value) for step, value in store.metrics([name])[name]]
+        return store.metrics([name])[name]
 
 
 def the_run(client: Any, experiment: str) -> Any:

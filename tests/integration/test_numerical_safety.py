@@ -58,7 +58,7 @@ def test_an_update_is_left_out_without_a_trace_in_the_weights(tmp_path, spoil, w
     rows = [from_json(Row, line) for line in kept]
     with Store.open(folder / "run.db", readonly=True) as store:
         sampled = {r.completion_ids for group in store.groups(4) for r in group.rollouts}
-        assert store.metrics(["updates/left_out"])["updates/left_out"] == [(4, 1.0)]
+        assert store.metrics(["updates/left_out"])["updates/left_out"] == [(5, 1.0)]
     assert rows
     assert {row.completion_ids for row in rows} <= sampled
 

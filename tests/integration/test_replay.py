@@ -61,11 +61,11 @@ def again(folder: Path, step: int | None = None) -> Replay:
 # Every bit
 
 
-@pytest.mark.parametrize(("step", "first"), [(3, 0), (4, 4)])
+@pytest.mark.parametrize(("step", "first"), [(4, 0), (5, 4)])
 def test_a_step_agrees_with_its_record_to_the_bit(recorded, step, first):
     found = again(recorded, step)
     assert (found.exact, found.exit_code, found.rounding) == (True, 0, ())
-    assert [each.step for each in found.steps] == list(range(first, step + 1))
+    assert [each.step for each in found.steps] == list(range(first + 1, step + 1))
     assert found.start == ("toy@4" if first else "the starting weights")
     assert len({each.replayed.fingerprint for each in found.steps}) == len(found.steps)
     assert all(each.replayed.grad_norm for each in found.steps)
@@ -145,7 +145,7 @@ def test_nothing_in_the_folder_is_changed_also_of_a_run_in_use(copy):
 
 def test_a_damaged_checkpoint_is_passed_over(copy):
     (copy / "checkpoints/step-4/optimiser.safetensors").write_bytes(b"torn")
-    found = again(copy, 4)
+    found = again(copy, 5)
     assert found.exact
     assert found.start == "the starting weights"
 
@@ -155,7 +155,7 @@ def test_a_run_from_other_weights_is_replayed_where_it_is_now(recorded, tmp_path
     settings["eval"] = {"before_and_after": False}
     groupwise.rl(settings, TOY, init_from=str(recorded / "final"))
     moved = (tmp_path / "toy").rename(tmp_path / "elsewhere")
-    found = replay(str(moved), step=1)
+    found = replay(str(moved), step=2)
     assert found.exact
     assert found.start == "the starting weights"
 
@@ -211,7 +211,7 @@ def test_the_smallest_change_of_a_logprob_and_other_starting_weights_are_noticed
     nudge_logprob(copy)
     assert "loss" in again(copy).steps[-1].differences
     change(copy, "UPDATE segments SET fingerprint = 'f' WHERE policy_version = 0")
-    found = again(copy, 0)
+    found = again(copy, 1)
     assert not found.agrees
     assert "f was recorded" in (found.start_differs or "")
 
@@ -226,10 +226,10 @@ def test_another_machine_agrees_up_to_rounding(copy, monkeypatch):
     assert any("is an abacus" in reason for reason in found.rounding)
     change(copy, "UPDATE steps SET fingerprint_out = 'f'")
     change(copy, "UPDATE metrics SET value = value * 1.0001 WHERE name = 'grad_norm'")
-    found = again(copy, 3)
+    found = again(copy, 4)
     assert (found.agrees, found.exact, found.exit_code) == (True, False, 0)
     change(copy, "UPDATE metrics SET value = value * 1.2 WHERE name = 'grad_norm' AND step = 3")
-    assert again(copy, 3).steps[-1].differences == ("grad_norm",)
+    assert again(copy, 4).steps[-1].differences == ("grad_norm",)
 
 
 # What is refused

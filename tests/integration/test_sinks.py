@@ -35,7 +35,7 @@ def settings(runs: Path, *sinks: str) -> dict[str, Any]:
 def recorded(run: Path, name: str) -> list[tuple[int, float]]:
     """A curve of the record, by steps done."""
     with Store.open(run / "run.db", readonly=True) as store:
-        return [(step + 1, value) for step, value in store.metrics([name])[name]]
+        return store.metrics([name])[name]
 
 
 def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
@@ -93,7 +93,7 @@ def test_files_of_the_folder_show_the_record_whatever_killed_the_run(unobserved,
     assert [step for step, _ in shown_by_tensorboard(folder, "eval/reward")] == EVALUATED
     assert_jsonl_is_the_record(folder)
     exported = parquet.read_table(folder / "parquet/metrics.parquet").to_pylist()
-    assert [(row["step"] + 1, row["reward"]) for row in exported] == recorded(folder, "reward")
+    assert [(row["step"], row["reward"]) for row in exported] == recorded(folder, "reward")
     assert parquet.read_table(folder / "parquet/rollouts.parquet").num_rows == STEPS * 8
     assert what_must_be_equal(folder) == unobserved
 
@@ -107,7 +107,7 @@ def assert_jsonl_is_the_record(folder: Path) -> None:
     with Store.open(folder / "run.db", readonly=True) as store:
         curves = store.metrics()
     for name, curve in curves.items():
-        shown = [(line["step"] - 1, line[name]) for line in lines if name in line]
+        shown = [(line["step"], line[name]) for line in lines if name in line]
         assert shown == [(step, atomic_files.without_nan(value)) for step, value in curve], name
     assert [line["step"] for line in lines if "eval/reward" in line] == EVALUATED
     assert [row["step"] for row in rollouts] == [

@@ -5,6 +5,7 @@
 3. Nor by a dry run, `check` or `init` of a model that can be counted by arithmetic: their processor time is what imports take.
 4. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
 5. Nor does what trains and samples a native model on a CPU import anything but torch of these: the rest takes longer than its weights.
+6. The second run of a model maps weights that the first one arranged, and is equal to it to the bit.
 """
 
 import json
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 
 import groupwise
+from groupwise.engine.models import load
+from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
-from tests.integration.toy_run import TOY, config
+from tests.forked_zygote import fork_zygotes
+from tests.integration.toy_run import TOY, config, what_must_be_equal
+from tests.processes import wait_until
 
 BY_ARITHMETIC = (
     "torch",
@@ -59,6 +64,27 @@ def test_a_dry_run_begins_none(tmp_path, monkeypatch):
     assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
 
 
+@pytest.mark.parametrize("verb", ["rl", "sft", "eval"])
+def test_a_command_begins_them_before_it_imports_what_reads_its_config(verb):
+    code = f"""
+import sys
+from groupwise.cli.main import main
+from groupwise.engine.distributed import prefork
+prefork.available_cores = lambda: 2
+prefork.NVIDIA = __import__("pathlib").Path("nowhere")
+begun = []
+prefork.start_zygote = lambda: begun.append("groupwise.training" in sys.modules)
+for words in (["-c", "nowhere.yaml"], ["model.name=tiny"]):
+    sys.argv[1:] = [{verb!r}, *words]
+    code = main()
+    print("begun", begun)
+"""
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("begun")]
+    assert lines == ["begun [False]"] * 2, "tiny is computed in one process"
+
+
 def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
     modules = "groupwise.training.loops.rl_start, groupwise.training.loops.sft_start, groupwise.training.evaluation.evaluate"
     code = (
@@ -92,35 +118,34 @@ for words in {given!r}:
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = [line for line in shown.stdout.splitlines() if "heavy" in line]
-    assert found == [f"heavy [] {often}" for often in (10_000, 700, *[10_000] * 4)]
+    assert found == [f"heavy [] {often}" for often in (100_000, 700, *[100_000] * 4)]
 
 
-NOT_FOR = {
-    "launch local --dry-run --script job.py": (
+@pytest.mark.parametrize(("words", "expected", "heavy"), [
+    ("launch local --dry-run --script job.py", "0 100000", (
         "asyncssh", "groupwise.jobs.launch.install_plan", "httpx2", "ruamel", "sqlalchemy",
-    ),
-    "fleet --help": ("groupwise.jobs.fleet.settings",),
-    "fleet list --fleet nowhere": ("fastapi", "groupwise.jobs.fleet.local", "httpx2", "sqlalchemy"),
-}  # fmt: skip
-"""What these commands do not import, one after the other in one process."""
-
-
-def test_a_plan_of_a_launch_and_a_fleet_that_is_not_there_take_little(tmp_path):
+    )),
+    ("fleet --help", "0 700", ("groupwise.jobs.fleet.settings", "groupwise.runs")),
+    ("fleet list --fleet nowhere", "2 700", (
+        "fastapi", "groupwise.jobs.fleet.local", "groupwise.runs", "httpx2", "sqlalchemy",
+    )),
+])  # fmt: skip
+def test_a_plan_of_a_launch_and_a_fleet_that_is_not_there_take_little(
+    words, expected, heavy, tmp_path
+):
     (tmp_path / "job.py").touch()
     code = f"""
 import gc, sys
 from groupwise.cli.main import main
-for words, heavy in {NOT_FOR!r}.items():
-    code = main(words.split())
-    print("heavy", code, [m for m in heavy if m in sys.modules], gc.get_threshold()[0])
+code = main({words.split()!r})
+print("heavy", [m for m in {heavy!r} if m in sys.modules], code, gc.get_threshold()[0])
 """
     own = {name: str(tmp_path / "home") for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
     command, environment = [sys.executable, "-c", code], {**os.environ, **own}
     shown = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    found = [line for line in shown.stdout.splitlines() if line.startswith("heavy")]
-    assert found == [f"heavy {code} [] 10000" for code in (0, 0, 2)], shown.stderr
+    assert shown.stdout.splitlines()[-1] == f"heavy [] {expected}", shown.stderr
 
 
 OF_NATIVE_MODELS = (
@@ -142,6 +167,30 @@ print([module for module in {OF_NATIVE_MODELS!r} if module in sys.modules], "tor
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "[] True"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_with_mapped_weights_equals_one_that_computes_them(processes, tmp_path, monkeypatch):
+    fork_zygotes(monkeypatch)
+    monkeypatch.setattr(weight_cache, "WORTH", 0)
+    monkeypatch.setattr(weight_cache, "SPARE", 0)
+    write_tiny_model(tmp_path / "model")
+
+    def trained(name: str, **environment: str) -> dict:
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        settings = config(tmp_path / name, max_steps=2)
+        settings["model"] = {"name": str(tmp_path / "model")}
+        settings["run"] |= {"threads": processes, "processes": processes}
+        assert groupwise.rl(settings, TOY).exit_code == 0
+        return what_must_be_equal(tmp_path / name / "toy")
+
+    computed = trained("computed", **{weight_cache.VARIABLE: "0"})
+    writing = trained("writing", **{weight_cache.VARIABLE: "1", "XDG_CACHE_HOME": str(tmp_path)})
+    wait_until(lambda: len([*weight_cache.weights_folder().glob("*.weights")]) == 2)
+    monkeypatch.setattr(load, "read_model_tensors", lambda folder: pytest.fail("files were read"))
+    assert trained("mapped") == writing == computed
 
 
 MAIN = f"""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ from tests.fake_sglang_server import SglangServer
 from tests.fake_vllm_server import VllmServer, refusal
 from tests.forked_zygote import fork_peers
 from tests.gloo_transfer import GlooGroup
+from tests.integration.test_learners import ALL_WEIGHTS, WEIGHTS, assert_close
 from tests.integration.toy_run import STEPS, TOY, begun_in_child, config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 SOAK = pytest.mark.soak(suite="engine")
 PROCESSED = "processed_logprobs"
+DIVIDED = {"learners": 2, "strategy": "fsdp2"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +71,9 @@ def whole(tmp_path_factory) -> tuple[Path, int]:
         return trained(made), len(server.bodies("/completions"))
 
 
-def settings(runs: Path, *urls: str, learners: int = 1, **sampler: Any) -> dict[str, Any]:
+def settings(
+    runs: Path, *urls: str, learners: int = 1, strategy: str = "ddp", **sampler: Any
+) -> dict[str, Any]:
     made = config(runs, lr_scheduler_type="constant")
     made["model"]["dtype"] = "float32"
     made["sampler"] = {
@@ -79,7 +84,7 @@ def settings(runs: Path, *urls: str, learners: int = 1, **sampler: Any) -> dict[
         **sampler,
     }
     made["run"]["threads"] = learners
-    return {**made, "distributed": {"learners": learners}}
+    return {**made, "distributed": {"learners": learners, "strategy": strategy}}
 
 
 def trained(made: dict[str, Any], **more: Any) -> Path:
@@ -178,6 +183,24 @@ def test_a_policy_is_evaluated_by_the_server_as_here(server, whole, policy):
     assert server.adapters == []
 
 
+@pytest.mark.parametrize("lora", [{"r": 4, "dropout": 0.0}, pytest.param(None, marks=SOAK)])
+def test_learners_with_a_part_of_the_weights_learn_what_one_learns(tmp_path, lora):
+    """With a lag, and a server that is started again while they learn: all of them then compare its answers together."""
+    route = "/load_lora_adapter" if lora else "/collective_rpc"
+    folders: list[Path] = []
+    loads: list[int] = []
+    for learning in ({}, DIVIDED):
+        with VllmServer(logprobs_mode=PROCESSED) as server:
+            server.interfere = starts_again(server, "/completions", 12, 24) if learning else None
+            made = settings(tmp_path / str(len(learning)), server.url, **learning)
+            made["training"]["max_off_policy_steps"] = 1
+            folders.append(trained({**made, "lora": lora}))
+            loads.append(len(server.bodies(route)))
+    assert loads == [STEPS + 1, STEPS + 3]
+    one, several = folders
+    assert_close(one, several, WEIGHTS if lora else ALL_WEIGHTS)
+
+
 # --- the config
 
 
@@ -198,6 +221,7 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
     (["lora=null", "sampler.weight_transfer=nccl", "sampler.engine=sglang"], "SGLang takes all weights from files, or by ipc"),
     (["lora=null", "sampler.weight_transfer=nccl"], "learns on the CPU"),
     (["sampler.weight_transfer_timeout=9"], "weight_transfer_timeout"),
+    (["sampler.routing_replay=true", "distributed.strategy=fsdp2", "distributed.learners=2"], "choose experts themselves"),
     (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
     (["model.backend=tunix"], r"model\.backend"),
     (["sampler.routing_replay=true", "model.backend=unsloth"], "unsloth, which computes experts"),
@@ -211,11 +235,21 @@ def test_what_does_not_go_together_is_refused(tmp_path, words, told):
 # --- full fine-tuning ----------------------------------------------------------------------------
 
 
-def full_settings(runs: Path, *urls: str, learners: int = 1, **sampler: Any) -> dict[str, Any]:
-    given = {**settings(runs, *urls, learners=learners, **sampler), "lora": None}
-    if sampler.get("weight_transfer") == "nccl":
+def full_settings(runs: Path, *urls: str, **more: Any) -> dict[str, Any]:
+    given = {**settings(runs, *urls, **more), "lora": None}
+    if more.get("weight_transfer") == "nccl":
         given["sampler"]["weight_transfer_timeout"] = 20.0
     return given
+
+
+def starts_again(server: Any, route: str, *requests: int) -> Callable[[str, Any], Awaitable[None]]:
+    """An interference: the server is started anew at these requests."""
+
+    async def start_again(path: str, _: Any) -> None:
+        if path == route and len(server.bodies(route)) in requests:
+            server._serve_base()
+
+    return start_again
 
 
 @pytest.fixture
@@ -226,16 +260,18 @@ def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "transfer", "learners"),
+    ("engine", "transfer", "learning"),
     [
-        ("vllm", "files", 1),
-        ("vllm", "nccl", 1),
-        ("vllm", "nccl", 2),
-        ("sglang", "files", 1),
-        ("sglang", "ipc", 1),
+        ("vllm", "files", {}),
+        ("vllm", "nccl", {}),
+        ("vllm", "nccl", {"learners": 2}),
+        ("vllm", "files", DIVIDED),
+        ("vllm", "nccl", DIVIDED),
+        ("sglang", "files", {}),
+        ("sglang", "ipc", {}),
     ],
 )
-def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, transfer, learners):
+def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, transfer, learning):
     """One of them is started anew in the middle: what it draws with the weights of its start is drawn again."""
     kind = SglangServer if engine == "sglang" else partial(VllmServer, logprobs_mode=PROCESSED)
     route = "/generate" if engine == "sglang" else "/completions"
@@ -244,19 +280,14 @@ def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, 
         took = f"/update_weights_from_{'disk' if transfer == 'files' else 'tensor'}"
     shared = tmp_path / "shared"
     with kind() as server, kind() as other:
-
-        async def start_again(path: str, _: Any) -> None:
-            if path == route and len(server.bodies(route)) == 4:
-                server._serve_base()
-
-        server.interfere = start_again
+        server.interfere = starts_again(server, route, 4)
         more = (
             {"adapter_folder": str(shared)}
             if transfer == "files"
             else {"weight_transfer": transfer}
         )
         given = full_settings(
-            tmp_path / "runs", server.url, other.url, learners=learners, engine=engine, **more
+            tmp_path / "runs", server.url, other.url, engine=engine, **learning, **more
         )
         folder = trained(given)
         assert len(server.bodies(took)) == len(other.bodies(took)) + 1 >= STEPS

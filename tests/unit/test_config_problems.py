@@ -155,8 +155,8 @@ def test_all_of_what_does_not_go_together_is_told() -> None:
     environment = "rollout.type=environment rollout.in_process=true rollout.workers=2"
     assert len(said_of(f"{environment} rollout.start_limit=5.0")) == 2
     assert len(said_of("eval.top_p=0.5 eval.min_p=0.5 eval.top_k=3")) == 3
-    clashing = "algorithm.beta=0.1 algorithm.kl_estimator=k1 algorithm.kl_gradient=estimator"
-    assert len(said_of(f"{clashing} algorithm.delta=1.1 algorithm.max_resample_rounds=3")) == 3
+    conflicting = "algorithm.beta=0.1 algorithm.kl_estimator=k1 algorithm.kl_gradient=estimator"
+    assert len(said_of(f"{conflicting} algorithm.delta=1.1 algorithm.max_resample_rounds=3")) == 3
 
 
 def conflicting_keys(section: Strict, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -43,7 +43,7 @@ class JobFilter:
     """Chooses jobs."""
 
     status: Annotated[
-        list[str], option("S", "Only jobs of this status, as running. May be repeated.")
+        list[str], option("S", "Only jobs of this status, such as running. May be repeated.")
     ] = field(default_factory=list[str])
     project: Annotated[str | None, option("P", "Only jobs of this project.")] = None
     name: Annotated[str | None, option("N", "Only jobs of this name.")] = None
@@ -84,7 +84,7 @@ def list_jobs(
         str | None, option("K", "Only jobs of this kind: GRPO, SFT, EVAL, COMMAND …")
     ] = None,
     vm: Annotated[str | None, option("VM", "Only jobs on this machine.")] = None,
-    limit: Annotated[int, option("N", "Most jobs to list.", min=1, max=PAGE)] = 50,
+    limit: Annotated[int, option("N", "Maximum number of jobs to list.", min=1, max=PAGE)] = 50,
     older_than: Annotated[
         str | None, option("JOB", "Only jobs before this one: the next page of a long list.")
     ] = None,
@@ -258,7 +258,7 @@ def resume(
 def hold(
     *, job: JobIds = None, fleet_at: FleetOption = None, chosen: JobFilter, as_json: AsJson = False
 ) -> None:
-    """Have jobs wait until they are released.
+    """Hold jobs: they wait until they are released.
 
     Options choose among all jobs that wait.
     """

@@ -74,9 +74,11 @@ class KindOptions:
     reward_function: Annotated[
         list[str], option("R", "Name, module:function or file.py:function. May be repeated.")
     ] = field(default_factory=list[str])
-    preprocessing_pipeline: Annotated[str | None, option("P", "generic, deepseek …")] = None
+    preprocessing_pipeline: Annotated[
+        str | None, option("P", "What is done to each row: generic, deepseek or file.py:function.")
+    ] = None
     max_steps: Annotated[int | None, option("N", "Steps to train; default: 500.", min=1)] = None
-    learning_rate: Annotated[float | None, option("X", "Default: 5e-6.")] = None
+    learning_rate: Annotated[float | None, option("X", "Learning rate; default: 5e-6.")] = None
     batch_size: Annotated[int | None, option("N", "Prompts of a step; default: 1.", min=1)] = None
     num_generations: Annotated[
         int | None, option("N", "Completions of each prompt; default: 4.", min=1)

@@ -32,7 +32,8 @@ def aws(
     ] = "g5.2xlarge",
     region: Annotated[str, option("R", "Region of AWS.")] = "us-east-1",
     subnet: Annotated[
-        str | None, option("S", "Default: one of the default network, with a public address.")
+        str | None,
+        option("S", "Subnet; default: one of the default network, with a public address."),
     ] = None,
     profile: Annotated[
         str | None, option("P", "Profile of the credentials; default: AWS_PROFILE.")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.options import AsJson, flag, option
+from groupwise.cli.options import AsJson, command, flag, option
 from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
@@ -61,7 +61,7 @@ app = typer.Typer(
 )
 
 
-@app.command("list")
+@command(app, "list")
 def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """List all runs with their state, steps and rewards."""
     if not dir.is_dir():
@@ -86,7 +86,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
 
 
-@app.command()
+@command(app, "show")
 def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
     path = resolve(run, dir).path
@@ -97,26 +97,24 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         _print_run_facts(facts)
 
 
-@app.command()
+@command(app, "rollouts")
 def rollouts(
     run: RunArgument,
     dir: RunsDir = RUNS,
-    step: Annotated[
-        int | None, option(None, "Only this step, an index from 0; default: the last one.")
-    ] = None,
+    step: Annotated[int | None, option("N", "Only this step; default: the last one.")] = None,
     all_steps: Annotated[bool, flag("All steps, not only the last.", "--all")] = False,
     failed: Annotated[bool, flag("Only failed and timed-out ones.", "--failed")] = False,
     part: Annotated[
-        str | None, option(None, "Only with this reward part; --best and --worst sort by it.")
+        str | None, option("PART", "Only with this reward part; --best and --worst sort by it.")
     ] = None,
     task: Annotated[
         str | None,
-        option(None, "Only this task of a mixture, by its label or the name of its data set."),
+        option("TASK", "Only this task of a mixture, by its label or the name of its data set."),
     ] = None,
     text: Annotated[
         str | None,
         option(
-            None,
+            "TEXT",
             "Only with all these words in the prompt, or in the completion; quotes hold a phrase.",
         ),
     ] = None,
@@ -140,7 +138,7 @@ def rollouts(
     with Store.open(path / RECORD, readonly=True) as store:
         _expect_present(store, part, task, step)
         rollout_filter = RolloutFilter(
-            step=step if step is not None or searching else store.last_step(),
+            step=step if step is not None or searching else store.step_count() or None,
             outcome=("failed", "timed_out") if failed else None,
             part=part,
             task=task,
@@ -157,17 +155,17 @@ def rollouts(
         _print_rollouts(views)
 
 
-@app.command()
+@command(app, "plot")
 def plot(
     run: RunArgument,
     dir: RunsDir = RUNS,
     metric: Annotated[
-        str | None, option(None, "Name of the metric; default: reward, or loss without one.")
+        str | None, option("METRIC", "Name of the metric; default: reward, or loss without one.")
     ] = None,
-    svg: Annotated[Path | None, option(None, "Write an SVG file as well.")] = None,
+    svg: Annotated[Path | None, option("FILE", "Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up is drawn before step 0."""
+    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up is drawn before it."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()
@@ -188,12 +186,12 @@ def plot(
     print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
 
 
-app.command()(compare)
-app.command()(rescore)
-app.command()(replay)
-app.command()(export)
-app.command()(push)
-app.command("import")(import_)
+command(app, "compare")(compare)
+command(app, "rescore")(rescore)
+command(app, "replay")(replay)
+command(app, "export")(export)
+command(app, "push")(push)
+command(app, "import")(import_)
 
 
 # The list
@@ -349,13 +347,11 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
         if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
-        last_step = store.last_step()
-        if last_step is None:
+        steps = store.step_count()
+        if not steps:
             raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
-        if not 0 <= step <= last_step:
-            raise RunNotFoundError(
-                f"this run has no step {step}; it has the steps 0 to {last_step}."
-            )
+        if not 1 <= step <= steps:
+            raise RunNotFoundError(f"this run has no step {step}; it has the steps 1 to {steps}.")
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:

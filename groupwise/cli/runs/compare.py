@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from groupwise.training.evaluation.statistics import Interval
     from groupwise.training.review.compare import Comparison, CurveChange
 
-What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
+FORMS = "RUN, RUN@STEP, RUN@STEP:NAME, or a file."
 
 
 def compare(
-    a: What,
-    b: What,
+    a: Annotated[str, typer.Argument(metavar="A", help=f"The first policy: {FORMS}")],
+    b: Annotated[str, typer.Argument(metavar="B", help=f"The second one: {FORMS}")],
     dir: RunsDir = RUNS,
     rows: Annotated[
         int, option("N", "Number of prompts to show, those that changed most.", min=0)
@@ -41,8 +41,8 @@ def compare(
 ) -> None:
     """Compare two policies on the held-out prompts that both answered, and two runs by their rewards, or by their losses.
 
-    Each is a run (its evaluation after training), a run after some steps (what was recorded then; `:NAME` behind it says
-    which evaluation), or a file that `groupwise eval` wrote.
+    RUN stands for its evaluation after training, RUN@STEP for the one after that step; `:NAME` chooses one of several evaluations. A
+    file is one that `groupwise eval` wrote.
     """
     from groupwise.training.review.compare import compare_references
 

@@ -35,7 +35,7 @@ def export(
             "recorded.",
         ),
     ] = None,
-    output: Annotated[Path | None, option(None, "Folder to create.", "--output", "-o")] = None,
+    output: Annotated[Path | None, option("DIR", "Folder to create.", "--output", "-o")] = None,
     html: Annotated[
         Path | None,
         option(
@@ -49,7 +49,7 @@ def export(
         option(None, "Number format of a merged model; auto: that of its base."),
     ] = "auto",
     converter: Annotated[
-        Path | None, option(None, "llama.cpp's convert_hf_to_gguf.py, for gguf.")
+        Path | None, option("FILE", "llama.cpp's convert_hf_to_gguf.py, for gguf.")
     ] = None,
     force: Annotated[
         bool, flag("Replace the output folder if it is not empty.", "--force")
@@ -129,7 +129,7 @@ def push(
         bool, flag("Replace what a branch on the hub holds.", "--overwrite")
     ] = False,
     revision: Annotated[
-        str | None, option(None, "Branch for the final weights, in place of run.hub.revision.")
+        str | None, option("BRANCH", "Branch for the final weights, in place of run.hub.revision.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,10 +155,10 @@ def import_(
         ),
     ],
     name: Annotated[
-        str | None, option(None, "Name of the new run; by default that of SOURCE.")
+        str | None, option("NAME", "Name of the new run; default: that of SOURCE.")
     ] = None,
     reward: Annotated[
-        list[str] | None, option(None, "Column that holds a reward; several times for several.")
+        list[str] | None, option("COLUMN", "Column that holds a reward. May be repeated.")
     ] = None,
     dir: RunsDir = RUNS,
     as_json: AsJson = False,

@@ -41,9 +41,7 @@ def rescore(
         option("REWARD[,…]", "Built-in rewards by name, or MODULE:FUNCTION, instead of a task's."),
     ] = None,
     dir: RunsDir = RUNS,
-    step: Annotated[
-        int | None, option(None, "Only this step, an index from 0; default: all steps.")
-    ] = None,
+    step: Annotated[int | None, option("N", "Only this step; default: all steps.")] = None,
     limit: Annotated[
         int | None, option("N", "Maximum number of groups to score, the newest ones.", min=1)
     ] = None,
@@ -123,9 +121,7 @@ def _moved_row(row: Rescored) -> tuple[str, ...]:
 def replay(
     run: RunArgument,
     dir: RunsDir = RUNS,
-    step: Annotated[
-        int | None, option(None, "This step, an index from 0; default: the last one.")
-    ] = None,
+    step: Annotated[int | None, option("N", "This step; default: the last one.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute a step again from its recorded rollouts, and see whether loss, gradient and weights are those of the record.

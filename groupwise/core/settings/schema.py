@@ -38,7 +38,9 @@ class Conflict:
 class Strict(BaseModel):
     """A section of a config: unknown keys are refused, values are never converted, and an instance cannot be changed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True
+    )
 
     not_yet: ClassVar[frozenset[str]] = frozenset()
     """Keys (`top_p`) and values (`engine=vllm`) of features that are not in this version."""

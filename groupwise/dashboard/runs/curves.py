@@ -271,7 +271,7 @@ class CurvesQuery(Query):
 def curves(visit: Visit) -> Response:
     """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
     are (`lost`), and `at`, by which those of a run belong together. In addition to `runs`, `totals` has the requested sums.
-    Curves of evaluations (`eval/…`) are placed after that many steps, others at the index of their step, from 0.
+    Steps count from 1; curves of evaluations (`eval/…`) are placed after that many steps.
 
     With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
     has the same for all steps, or for all evaluated steps if only evaluations are requested."""

@@ -54,7 +54,10 @@ def write_one_file(
                 asdict(view)
                 for view in store.rollouts(
                     RolloutFilter(
-                        step=store.last_step(), outcome="scored", order=order, limit=ROLLOUTS
+                        step=store.step_count() or None,
+                        outcome="scored",
+                        order=order,
+                        limit=ROLLOUTS,
                     ),
                     LISTED,
                 )

@@ -120,12 +120,12 @@ def _run_header(path: Path, entry: RunEntry) -> dict[str, Any]:
 
 def _change_of_reward(store: Store, info: RunInfo) -> dict[str, float] | None:
     """How much more the last steps earn than the first, with its 95 % interval over their groups. None while that cannot be told."""
-    last_step = store.last_step()
-    if last_step is None or info.steps < 2:
+    steps = store.step_count()
+    if min(steps, info.steps) < 2:
         return None
     count = min(ENDS, info.steps // 2)
-    before = [group.mean for group in store.group_rewards(0, count - 1)]
-    after = [group.mean for group in store.group_rewards(last_step - count + 1, last_step)]
+    before = [group.mean for group in store.group_rewards(1, count)]
+    after = [group.mean for group in store.group_rewards(steps - count + 1, steps)]
     interval = welch_difference(before, after)
     if interval is None:
         return None

@@ -70,7 +70,7 @@ UNSCORED = ("failed", "timed_out")
 class RolloutsQuery(Query):
     """Parameters of a search for rollouts."""
 
-    step: int | None = Field(None, ge=0, le=LARGEST)
+    step: int | None = Field(None, ge=1, le=LARGEST)
     example: int | None = Field(None, ge=0, le=LARGEST)
     task: str | None = None
     outcome: Literal["scored", "failed", "timed_out", "unscored", "pending"] | None = None
@@ -135,7 +135,7 @@ def rollouts(visit: Visit) -> Page:
             "part_names": store.part_names(),
             "tasks": store.tasks(MOST_TASKS + 1),
             "most_tasks": MOST_TASKS,
-            "last_step": store.last_step(),
+            "steps": store.step_count(),
             "orders": ORDERS,
             "outcomes": OUTCOMES,
         }

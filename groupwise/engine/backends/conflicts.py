@@ -96,11 +96,13 @@ def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
                 f"{key} is {value}, but with the backend unsloth one process samples and learns. Leave one of the two out.",
                 (key, BACKEND),
             )
-    if (sampler := getattr(config, "sampler", None)) is not None and sampler.enforce_eager:
-        yield Conflict(
-            "sampler.enforce_eager has no effect with the backend unsloth, which samples in its own way. Leave it out.",
-            ("sampler.enforce_eager", BACKEND),
-        )
+    sampler = getattr(config, "sampler", None)
+    for key in ("enforce_eager", "quantization") if sampler is not None else ():
+        if getattr(sampler, key):
+            yield Conflict(
+                f"sampler.{key} has no effect with the backend unsloth, which samples in its own way. Leave it out.",
+                (f"sampler.{key}", BACKEND),
+            )
     if sampler is not None and sampler.vllm_python is not None and config.model.load_in_8bit:
         yield Conflict(
             "model.load_in_8bit is true, and the vLLM of sampler.vllm_python holds weights in 16 or in 4 bits, so that it would sample "
@@ -144,6 +146,7 @@ def tinker_rl_conflicts(config: Any) -> Iterator[Conflict]:
     keys = (
         ("sampler.engine", sampler.engine, "torch", "its service samples itself"),
         ("sampler.enforce_eager", sampler.enforce_eager, False, "its service decides how it computes"),
+        ("sampler.quantization", sampler.quantization, None, "its service decides how it computes"),
         ("sampler.max_num_seqs", sampler.max_num_seqs, None, "its service decides how many it draws together"),
         ("sampler.min_completion_length", sampler.min_completion_length, 0, "Tinker's calls have no least length"),
         ("sampler.temperature", sampler.temperature, 1.0, "it learns with log-probabilities at temperature 1"),

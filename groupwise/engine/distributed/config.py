@@ -27,7 +27,7 @@ class DistributedConfig(Strict):
     strategy: Literal["ddp", "fsdp2"] = setting(
         "ddp",
         "Who holds the weights that learners compute with: ddp, each learner all of them; fsdp2, each a part, which is gathered layer by "
-        "layer, so that a model may be larger than a GPU. Slower; in groupwise rl it needs samplers, which hold the model whole.",
+        "layer, so that a model may be larger than a GPU. Slower; in groupwise rl it needs samplers or servers, which have all of it.",
         on_resume="warn",
     )
 
@@ -76,9 +76,8 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
             ("distributed.sampler_timeout", "distributed.samplers"),
         )
     if config.distributed.strategy == "fsdp2":
-        yield from _fsdp_conflicts(
-            learners, samplers if hasattr(config.distributed, "samplers") else None
-        )
+        samples_here = hasattr(config, "sampler") and config.sampler.engine == "torch"
+        yield from _fsdp_conflicts(learners, alone=samples_here and samplers == 0)
     processes, threads = learners + samplers, config.run.threads
     if processes > 1 and threads is not None and threads < processes:
         settings = [
@@ -92,18 +91,18 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
         )
 
 
-def _fsdp_conflicts(learners: int, samplers: int | None) -> Iterator[Conflict]:
-    """`samplers` is None in a supervised run, which samples nothing."""
+def _fsdp_conflicts(learners: int, *, alone: bool) -> Iterator[Conflict]:
+    """`alone`: the learners would have to sample."""
     if learners == 1:
         yield Conflict(
             "distributed.strategy is fsdp2, which divides weights among several learners, but distributed.learners is 1. Raise it, or "
             "leave distributed.strategy out.",
             ("distributed.strategy", "distributed.learners"),
         )
-    if samplers == 0:
+    if alone:
         yield Conflict(
             "distributed.strategy is fsdp2, but learners that hold a part of the model cannot sample, and distributed.samplers is 0. Give "
-            "the run samplers, or leave distributed.strategy out.",
+            "the run samplers, or servers (sampler.engine: vllm), or leave distributed.strategy out.",
             ("distributed.strategy", "distributed.samplers"),
         )
 

@@ -6,7 +6,6 @@ the bit, so their fingerprints are compared each time the weights are written to
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +31,6 @@ class RankLearner:
         """`divided`: each rank holds a part of every weight, so all take part in each computation (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
         self._divided = divided
-        self._failed = False
-        """True once a call has failed while other ranks may still wait for the rank that failed."""
         self._trained: list[list[int]] = []
         """Row indices of each rank, from the last call of `forward_backward`."""
 
@@ -64,7 +61,7 @@ class RankLearner:
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks report different gradient norms."""
         ranks = range(self._ranks.count)
-        results: list[UpdateResult] = await self._call_together(
+        results: list[UpdateResult] = await self._ranks.call_together(
             [(rank, "learner.update", (params,)) for rank in ranks]
         )
         self._trained = []
@@ -74,14 +71,14 @@ class RankLearner:
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
         self._trained = []
-        if self._divided and self._failed:
+        if self._divided and self._ranks.stuck:
             return  # waiting ranks would not answer; the run is over
         self._ranks.call_all_now("learner.discard")
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the ranks' weights differ."""
         calls = self._first_rank_calls("learner.publish", (version,), "learner.attend_publication")
-        policy, *fingerprints = await self._call_together(calls)
+        policy, *fingerprints = await self._ranks.call_together(calls)
         require_equal("the learners' weights", [policy.fingerprint, *fingerprints])
         return policy
 
@@ -98,11 +95,11 @@ class RankLearner:
     async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
         ranks = range(self._ranks.count)
-        fingerprints = await self._call_together(
+        fingerprints = await self._ranks.call_together(
             [(rank, "learner.fingerprint", ()) for rank in ranks]
         )
         require_equal("the learners' weights", fingerprints)
-        await self._call_together(
+        await self._ranks.call_together(
             self._first_rank_calls("learner.save", (folder,), "learner.attend_save")
         )
 
@@ -129,18 +126,8 @@ class RankLearner:
     async def _call_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
         """Make calls that each rank answers independently and that may be cancelled. With divided weights, all ranks answer together."""
         if self._divided:
-            return await self._call_together(calls)
+            return await self._ranks.call_together(calls)
         return await self._ranks.call_each(calls, droppable=True)
-
-    async def _call_together(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Make calls in which ranks wait for each other. If one fails, its error is raised without waiting for the others."""
-        try:
-            return await asyncio.gather(
-                *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)
-            )
-        except Exception:
-            self._failed = True
-            raise
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
         """Results of the ranks for their rows, in the order of all rows."""

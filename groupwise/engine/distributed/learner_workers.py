@@ -33,7 +33,7 @@ from groupwise.engine.distributed.torchrun import TorchrunRank, enable_keepalive
 
 logger = logging.getLogger(__name__)
 
-_LOADS = frozenset({"learner.load", "sampler.load"})
+_LOADS = frozenset({"learner.load", "sampler.load", "local_policy.read"})
 """Calls that read a folder."""
 _SENT_SUFFIXES = (".safetensors", ".json")
 _TOKEN_DIGITS = 32

@@ -1,18 +1,26 @@
 """Starts the zygote ahead of a run, before the object to make is known, and asks it questions meanwhile.
 
-A command starts it as soon as it has read its config. The zygote then imports torch, which takes a second or more. Before
+A command starts it before it imports what reads its config (`start_zygote_early`), and ends it again if the config needs none
+(`groupwise.training.build.expect_ranks`). The zygote then imports torch, which takes a second or more. Before
 the command can send the setup, it needs some facts about the model and the machine. It asks the zygote for them, so it need not import
 torch itself. If no zygote has been started, the same questions are answered in this process.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from groupwise.core.accelerators import NVIDIA
 from groupwise.core.plugins import load
 from groupwise.engine.distributed.forked_workers import ForkedWorkers
-from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
-from groupwise.engine.models.plan import LearningProcess
+from groupwise.engine.models.machine import available_cores
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+    from groupwise.engine.models.plan import LearningProcess
 
 MODULES = (
     "groupwise.engine.learner.torch_learner",
@@ -24,6 +32,16 @@ MODULES = (
 
 _begun: list[ForkedWorkers] = []
 """The started zygote, if any; at most one."""
+
+
+def start_zygote_early(overrides: Sequence[str]) -> None:
+    """Start a zygote before the config is read, unless this machine or the overrides of the config show that none will be needed.
+
+    It computes on the CPU, in several processes; torchrun and GPUs have processes of their own. `tiny` is computed in one process.
+    """
+    several = sys.platform == "linux" and not NVIDIA.exists() and "RANK" not in os.environ
+    if several and "model.name=tiny" not in overrides and available_cores() > 1:
+        start_zygote()
 
 
 def start_zygote() -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_EXCEPTION, Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
 
@@ -56,6 +56,10 @@ class WorkerCalls:
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        """Held while calls of several ranks are sent: collectives need the same order of calls in every rank."""
+        self.stuck = False
+        """True once a call has failed while other ranks may still wait for the rank that failed."""
         self._pending: dict[int, Future[Any]] = {}
         self._end_reason: RunError | None = None
         """The reason why calls are no longer possible."""
@@ -91,14 +95,33 @@ class WorkerCalls:
         """Make the same call to all ranks."""
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
+    async def call_together(self, calls: Iterable[RankCall]) -> list[Any]:
+        """Make calls in which ranks wait for each other. If one fails, its error is raised without waiting for the others."""
+        try:
+            return await asyncio.gather(*map(asyncio.wrap_future, self._start_calls(calls)))
+        except Exception:
+            self.stuck = True
+            raise
+
+    def call_together_now(self, calls: Iterable[RankCall]) -> list[Any]:
+        """Like `call_together`, for code that is not async."""
+        futures = self._start_calls(calls)
+        try:
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except Exception:
+            self.stuck = True
+            raise
+        return [future.result() for future in futures]
+
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
         """Like `call_each`, for code that is not async."""
-        calls_made = [self._start_call(*call) for call in calls]
-        errors = [future.exception() for _, future in calls_made]
+        futures = self._start_calls(calls)
+        errors = [future.exception() for future in futures]
         for error in errors:
             if error is not None:
                 raise error
-        return [future.result() for _, future in calls_made]
+        return [future.result() for future in futures]
 
     def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
         """Like `call_all`, for code that is not async."""
@@ -138,6 +161,10 @@ class WorkerCalls:
 
     def _note_call(self) -> None:
         """Called before a call is sent; subclasses override it."""
+
+    def _start_calls(self, calls: Iterable[RankCall]) -> list[Future[Any]]:
+        with self._sending:
+            return [self._start_call(*call)[1] for call in calls]
 
     def _start_call(
         self, rank: int, name: str, arguments: tuple[Any, ...]

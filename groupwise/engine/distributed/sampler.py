@@ -4,7 +4,8 @@ Groups that are requested within a few milliseconds are divided among the ranks 
 one, and this avoids cutting them more than necessary. A member's draw does not depend on its rank nor on other members, so the division
 changes no bit.
 
-If vLLM servers sample for several learners, `RankPolicy` asks the first learner's model for log-probabilities under the published weights.
+If vLLM servers sample for several learners, `RankPolicy` asks the first learner's model for log-probabilities under the published weights;
+learners with a part of the weights each compute them together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, RouterShape
-from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
+from groupwise.engine.distributed.rpc import RankCall, WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
 from groupwise.engine.sampler.servers.probe import Answer
 
@@ -134,8 +135,11 @@ class RankPolicy:
     All calls block their thread: servers are compared with the learner between two pieces of work.
     """
 
-    def __init__(self, ranks: WorkerCalls) -> None:
+    def __init__(self, ranks: WorkerCalls, *, divided: bool = False) -> None:
+        """`divided`: each rank holds a part of every weight (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
+        self._holders = range(ranks.count if divided else 1)
+        """The ranks that hold the weights, or a part of them."""
         self.vocabulary = int(self._call("vocabulary"))
         """See `LocalPolicy`."""
         self.rank: int | None = self._call("rank")
@@ -145,11 +149,11 @@ class RankPolicy:
 
     def read(self, folder: str) -> None:
         """See `LocalPolicy.read`."""
-        self._call("read", folder)
+        self._ranks.call_each_now(self._calls("read", folder))
 
     def fingerprint(self) -> str:
         """See `LocalPolicy.fingerprint`."""
-        return str(self._call("fingerprint"))
+        return require_equal(_SERVED, self._ranks.call_together_now(self._calls("fingerprint")))
 
     def ipc_handles(self) -> Mapping[str, Any]:
         """See `LocalPolicy.ipc_handles`."""
@@ -181,7 +185,9 @@ class RankPolicy:
 
     def broadcast_weights(self, server: str, timeout: float) -> None:
         """See `LocalPolicy.broadcast_weights`."""
-        self._call("broadcast_weights", server, timeout)
+        sending, *contributing = self._calls("contribute_parts")
+        sending = (0, "local_policy.broadcast_weights", (server, timeout))
+        self._ranks.call_each_now([sending, *contributing])
 
     def close_group(self, server: str) -> None:
         """See `LocalPolicy.close_group`. It waits for a call that is under way, which has a time-out."""
@@ -195,7 +201,11 @@ class RankPolicy:
         self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False
     ) -> list[list[float]]:
         """See `LocalPolicy.logprobs`."""
-        return self._call("logprobs", answers, temperatures, plain)
+        calls = self._calls("logprobs", answers, temperatures, plain)
+        return self._ranks.call_together_now(calls)[0]
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._ranks.call_each_now([(0, f"local_policy.{method}", arguments)])[0]
+        return self._ranks.call_each_now(self._calls(method, *arguments)[:1])[0]
+
+    def _calls(self, method: str, *arguments: Any) -> list[RankCall]:
+        return [(rank, f"local_policy.{method}", arguments) for rank in self._holders]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.lora import AdaptedModel, layer_kinds
 from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.models.native.weights import write_weight_caches
 from groupwise.engine.models.probes import peak_memory, shared_memory
 from groupwise.engine.models.profile import MarkedLearner, Trace, tracing
 from groupwise.engine.sampler.weights import ServedAdapter
@@ -63,6 +65,8 @@ class WorkerState:
         """Called in the zygote after the ranks have been forked."""
         if self.replicas is not None:
             self.replicas.leave()
+        # The zygote only waits from now on, and the weights in its memory never change.
+        threading.Thread(target=write_weight_caches, name="weight-cache", daemon=True).start()
 
     def slopes(self, learning_rate: float) -> list[Slope]:
         """See `groupwise.engine.learner.gradient_flow.trained_slopes`."""
@@ -79,7 +83,7 @@ class WorkerState:
         return self.sampler.fingerprint()
 
     async def load_sent(self, name: str, source: Any, files: dict[str, bytes]) -> None:
-        """Load files that came with the call into the learner or the sampler, because their folder is on another machine."""
+        """Load files that came with the call into a part, because their folder is on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -68,12 +68,11 @@ class FsdpEngine:
         self._weights = weights
         self._left = 0
         """Passes that other learners make after this learner's last rows."""
-        mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         policy, *references = weights.models()
         if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *references):
-            _shard_model(cast("PreTrainedModel", model), mesh, weights.undivided())
+            shard_model(cast("PreTrainedModel", model), device, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
@@ -114,10 +113,11 @@ class FsdpGradientSum(ProcessGroupGradientSum):
             super().sum_gradients(undivided)
 
 
-def _shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh, undivided: Sequence[nn.Parameter]
+def shard_model(
+    model: PreTrainedModel, device: str, undivided: Sequence[nn.Parameter] = ()
 ) -> None:
-    """Keep only this learner's part of each weight, except those that stay `whole`, which move to its device."""
+    """Keep only this learner's part of each weight, on `device`; those that stay `undivided` move there whole."""
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]

@@ -5,7 +5,8 @@ to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = �
 pass computes them while it has the logits, and the backward pass only scales them. Where places have several targets, `− p W / T` is
 computed once for them, and the backward pass adds `W[target] / T`.
 
-On a GPU one Triton kernel turns logits into these numbers and p in place; elsewhere torch does so for a few rows in float32 at a time.
+One kernel turns logits into these numbers and p in place: Triton's on a GPU, numba's in a process with one thread on a CPU. Elsewhere torch
+does so for a few rows in float32 at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.learner.targets import Targets
-from groupwise.engine.models.native.facts import CHUNK
+from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.facts import CHUNK, numba_works
 from groupwise.engine.models.native.fused import kernels_for
 
 NEVER = -1e30
@@ -72,7 +74,6 @@ class HeadNumbers:
             chosen_NH = torch.empty_like(input_NH, dtype=dtype)
             entropy_NH = torch.empty_like(chosen_NH) if targets.outputs.entropy_gradient else None
             self.input_gradients = InputGradients(targets, weight_VH, chosen_NH, entropy_NH)
-        self._kernels = kernels_for(input_NH)
         on_cpu = input_NH.device.type == "cpu"
         self._rows = min(count, ROWS_IN_CACHE if on_cpu else CHUNK)
         self._buffers_2RV: Tensor | None = None
@@ -113,10 +114,11 @@ class HeadNumbers:
         targets = self._targets
         entropy = gradient and targets.outputs.entropy_gradient
         entropy_CV = torch.empty_like(logits_CV) if entropy else None
-        if self._kernels is not None:
+        kernels = _kernels_for(logits_CV)
+        if kernels is not None:
             part = targets.part(start, end)
             self._compute_by_kernel(
-                self._kernels, slice(start, end), part, logits_CV, entropy_CV, gradient=gradient
+                kernels, slice(start, end), part, logits_CV, entropy_CV, gradient=gradient
             )
             return entropy_CV
         for first in range(start, end, self._rows):
@@ -205,3 +207,10 @@ class HeadNumbers:
                 ones_R1 = torch.ones_like(ids_RK, dtype=probabilities_RV.dtype)
                 probabilities_RV.scatter_add_(1, ids_RK, -ones_R1)
             logits_RV.copy_(probabilities_RV)
+
+
+def _kernels_for(logits_CV: Tensor) -> ModuleType | None:
+    """The kernels that compute with such logits; None if torch's operations do."""
+    if logits_CV.device.type == "cpu":
+        return compiled if compiled.suits(logits_CV) and numba_works() else None
+    return kernels_for(logits_CV)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.targets import Distributions, ForwardOutputs
-from groupwise.engine.learner.weights import copy_parts
 from groupwise.engine.models.files import read_tensors, write_tensors
+from groupwise.engine.models.lora import copy_exactly
 
 if TYPE_CHECKING:
     from groupwise.engine.learner.engine import LearnerEngine
@@ -57,7 +57,7 @@ class MovingAverage:
         """Restore what `save` wrote. Weights that were trained without a moving average have none, so it begins with them."""
         file = folder / AVERAGE
         if file.is_file():
-            copy_parts(self._average, read_tensors(file), str(file))
+            copy_exactly(self._average, read_tensors(file), str(file))
         else:
             self.begin()
 

@@ -45,9 +45,10 @@ from groupwise.engine.learner.replicas import GradientSum
 from groupwise.engine.learner.schedule import learning_rate_too_high
 from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
 from groupwise.engine.learner.teacher import Teacher
-from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
+from groupwise.engine.learner.weights import TrainedWeights, total_norm
+from groupwise.engine.models.divided import WholeTensors
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
-from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.lora import copy_exactly, fingerprint
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
@@ -214,6 +215,8 @@ class TorchLearner:
 
         Threads hash and write the weights, which takes seconds for a large model. Raises `StoreError` if the files cannot be written.
         """
+        if self._divided:  # parts are gathered before the next call of all learners begins
+            return self._publish(version)
         return await wait_until_done(asyncio.to_thread(self._publish, version))
 
     def _publish(self, version: int) -> Policy:
@@ -316,6 +319,9 @@ class TorchLearner:
 
     async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. A thread writes. Raises OSError if the files cannot be written."""
+        if self._divided:  # see `publish`
+            self._save(Path(folder))
+            return
         await wait_until_done(asyncio.to_thread(self._save, Path(folder)))
 
     def _save(self, path: Path) -> None:
@@ -349,7 +355,7 @@ class TorchLearner:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        copy_parts(self._optimiser_tensors(), stored, str(path / OPTIMISER))
+        copy_exactly(self._optimiser_tensors(), stored, str(path / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
         """Load saved or published weights, and reset the optimiser."""

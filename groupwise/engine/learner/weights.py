@@ -1,17 +1,16 @@
 """The weights that a learner trains, their publication, and the reference that they are compared with.
 
-Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `WholeTensors` and `copy_parts` handle them as whole tensors, for
-files and fingerprints.
+Tensors may be divided among learners (`groupwise.engine.learner.fsdp`); files and fingerprints are of whole ones
+(`groupwise.engine.models.divided`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +18,16 @@ from torch import Tensor, nn
 from groupwise.core.types import PolicyRole
 from groupwise.engine.learner.rounded_linear import round_again_in_backward
 from groupwise.engine.models.config import Dtype
+from groupwise.engine.models.divided import WholeTensors, is_divided
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import stored_tensors
-from groupwise.engine.models.lora import (
-    AdaptedModel,
-    copy_exactly,
-    read_adapter,
-    refuse_mismatch,
-    shapes_of,
-)
+from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
     from groupwise.engine.models.lora_config import AdapterConfig
@@ -147,7 +140,7 @@ class TrainedAdapter:
         return self.adapted.parameters(self.name)
 
     def undivided(self) -> Sequence[nn.Parameter]:
-        names = [self.name, *([] if self._reference is None else [self._reference])]
+        names = self.adapted.configs  # with a sampler's copy over the same base
         return [parameter for name in names for parameter in self.adapted.parameters(name).values()]
 
     @property
@@ -273,7 +266,7 @@ class TrainedModel:
         self._saved_tensors().contribute_parts()
 
     def read(self, folder: Path) -> None:
-        copy_parts(self.parameters(), stored_tensors(self.model, folder), str(folder))
+        copy_exactly(self.parameters(), stored_tensors(self.model, folder), str(folder))
 
     def _saved_tensors(self, rounding: torch.dtype | None = None) -> WholeTensors:
         """The tensors to save, rounded to a format if one is given; a weight with two names is included once."""
@@ -282,59 +275,7 @@ class TrainedModel:
         return WholeTensors({**buffers, **self.parameters()}, rounding)
 
 
-class WholeTensors(Mapping[str, Tensor]):
-    """Whole tensors in main memory. Each is gathered from all learners' parts, and rounded if a format is given, when it is read.
-
-    If tensors are divided, all learners must read the same ones in the same order.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], rounding: torch.dtype | None = None) -> None:
-        self._tensors = tensors
-        self._rounding = rounding
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name].detach()
-        whole = tensor.full_tensor() if is_divided(tensor) else tensor
-        return whole.to("cpu", self._rounding if whole.is_floating_point() else None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def contribute_parts(self) -> None:
-        """Contribute this learner's parts while another learner reads all tensors."""
-        for tensor in self._tensors.values():
-            if is_divided(tensor):
-                tensor.full_tensor()
-
-
-def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
-    """Like `groupwise.engine.models.lora.copy_exactly`; each learner copies its part of divided tensors."""
-    refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
-    with torch.no_grad():
-        for name, tensor in owned.items():
-            source = loaded[name]
-            if is_divided(tensor):
-                from torch.distributed.tensor import distribute_tensor
-
-                source = distribute_tensor(
-                    source.to(tensor.device),
-                    tensor.device_mesh,
-                    tensor.placements,
-                    src_data_rank=None,
-                )
-            tensor.copy_(source)
-
-
 def total_norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
     total = torch.nn.utils.get_total_norm(tensors)
     return float(total.full_tensor() if is_divided(total) else total)
-
-
-def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """True if each learner holds a part of the tensor. Its class takes a second to import, so no tensor is one before that."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -26,6 +27,12 @@ FULL_WEIGHTS = "model.safetensors"
 """Name of a file that holds a whole model, published or saved."""
 INDEX = "model.safetensors.index.json"
 """File that lists the files of a model that is stored in several."""
+
+WHOLE = 64 << 20
+"""Size in bytes up to which a file is hashed completely."""
+BLOCK = 1 << 20
+BLOCKS = 32
+"""Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -90,6 +97,19 @@ def files_in_index(index: Path) -> list[str]:
                 f"{index} lists {name!r:.80}; expected names of files that stand beside it, without a folder."
             )
     return sorted(set(names))
+
+
+def hash_sample(digest: Any, path: Path) -> None:
+    """Add a file's name, size, and content or a sample of its content to the digest."""
+    size = path.stat().st_size
+    digest.update(f"{path.name}|{size}|".encode())
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+            return
+        for index in range(BLOCKS):
+            file.seek(index * (size - BLOCK) // (BLOCKS - 1))
+            digest.update(file.read(BLOCK))
 
 
 LOADS_CODE = frozenset(

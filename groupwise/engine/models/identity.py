@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
+from groupwise.engine.models.files import (
+    FULL_WEIGHTS,
+    INDEX,
+    hash_sample,
+    model_files,
+    read_json,
+)
 from groupwise.engine.models.tokenizer import explaining_errors, resolve
 from groupwise.engine.models.transformers_log import quiet
-
-WHOLE = 64 << 20
-"""Size in bytes up to which a file is hashed completely."""
-BLOCK = 1 << 20
-BLOCKS = 32
-"""Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
 OF_SERVICE = "tinker.json"
 """The file that stands for weights which a Tinker service has; see `groupwise.engine.backends.tinker.saved`."""
@@ -47,7 +46,7 @@ def identity(config: ModelConfig) -> str:
         is_full = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
         files = model_files(folder) if is_full else sorted(folder.glob("pytorch_model*.bin"))
         for path in files:
-            _add_file(digest, path)
+            hash_sample(digest, path)
     else:
         from huggingface_hub import hf_hub_download
 
@@ -65,18 +64,5 @@ def identity(config: ModelConfig) -> str:
         if commit is not None:
             digest.update(f"{config.adapter}@{commit}".encode())
         elif adapter is not None:
-            _add_file(digest, adapter / WEIGHTS)
+            hash_sample(digest, adapter / WEIGHTS)
     return digest.hexdigest()[:16]
-
-
-def _add_file(digest: Any, path: Path) -> None:
-    """Add a file's name, size, and content or a sample of its content to the digest."""
-    size = path.stat().st_size
-    digest.update(f"{path.name}|{size}|".encode())
-    with path.open("rb") as file:
-        if size <= WHOLE:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-            return
-        for index in range(BLOCKS):
-            file.seek(index * (size - BLOCK) // (BLOCKS - 1))
-            digest.update(file.read(BLOCK))

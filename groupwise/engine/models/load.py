@@ -16,6 +16,7 @@ from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, read_json, read_model_tensors
 from groupwise.engine.models.hub import fetch_weights
 from groupwise.engine.models.native.causal_lm import CausalLM, config_from_json
+from groupwise.engine.models.native.facts import numba_works
 from groupwise.engine.models.tokenizer import explaining_errors, locate, resolve
 from groupwise.engine.models.transformers_log import quiet
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from groupwise.engine.models.native.causal_lm import CausalModel
+    from groupwise.engine.models.native.weight_cache import WeightCache
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -43,17 +45,34 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
         return None
     generation = folder / GENERATION_CONFIG
     try:
-        tensors = read_model_tensors(folder)
+        cache = _weight_cache(folder, dtype)
+        tensors = {} if cache is None else cache.tensors("matrices")
+        stored = tensors or read_model_tensors(folder)
         stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
     except ModelError:
         return None
     base = CausalLM(config_from_json(content, str(folder)), stops)
-    if base.config.tie_word_embeddings and "lm_head.weight" in tensors:
+    if base.config.tie_word_embeddings and "lm_head.weight" in stored:
         return None  # transformers decides whether they are tied
     with explaining_errors(config, resolved, "model"):
         number_format = getattr(torch, dtype)
-        converted = {name: tensor.to(number_format) for name, tensor in tensors.items()}
-    return base if base.take_tensors(converted) else None
+        # Cached tensors have this format already, also those that are no parameters.
+        converted = tensors or {name: each.to(number_format) for name, each in stored.items()}
+    if not base.take_tensors(converted):
+        return None
+    if cache is not None:
+        cache.watch(base)
+        base.weight_cache = cache
+    return base
+
+
+def _weight_cache(folder: Path, dtype: Dtype) -> WeightCache | None:
+    """The cache of what is computed from the model's files; None if it has none."""
+    if not numba_works():  # then there is no order for decoding
+        return None
+    from groupwise.engine.models.native.weight_cache import weight_cache_of
+
+    return weight_cache_of(folder, dtype)
 
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models.divided import part_of
 from groupwise.engine.models.experts import (
     DIVISIBLE,
     ExactLoraExperts,
@@ -319,11 +320,12 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def copy_exactly(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
-    """Copy `loaded` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    """Copy `loaded` over `owned`, of divided tensors this learner's part; raises `ModelError` that lists every key or shape that does not
+    match."""
     refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for key, tensor in owned.items():
-            tensor.copy_(loaded[key])
+            tensor.copy_(part_of(loaded[key], tensor))
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -43,7 +43,7 @@ class LoraLayer(nn.Module):
         """Add an adapter with factors in float32 that are not initialised yet."""
         device = next(self.get_base_layer().parameters()).device
         for factors, shape in zip((self.lora_A, self.lora_B), self.sizes(config), strict=True):
-            factors[name] = _factor(shape, device)
+            factors[name] = _Factor(shape, device)
         self.scaling[name] = scaling_of(config)
 
     def remove(self, name: str) -> None:
@@ -62,12 +62,15 @@ class LoraLayer(nn.Module):
         return inner.get_base_layer() if isinstance(inner, LoraLayer) else inner
 
 
-def _factor(shape: tuple[int, int], device: torch.device) -> nn.Linear:
-    """A module whose weight has this shape; its initialisation draws no random numbers."""
-    outputs, inputs = shape
-    factor = nn.Linear(inputs, outputs, bias=False, device="meta")
-    factor.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
-    return factor
+class _Factor(nn.Linear):
+    """A factor in float32 whose weight is not initialised, so that it draws no random numbers."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        outputs, inputs = shape
+        super().__init__(inputs, outputs, bias=False, device=device, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        """Leave the weight as it is in memory."""
 
 
 class ExactLoraLinear(LoraLayer):

@@ -23,12 +23,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import ConfigError
-from groupwise.core.extras import how_to_install
-from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.core.extras import not_installed
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from groupwise.engine.models.config import Dtype, ModelConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")
@@ -57,7 +58,7 @@ def _torch_version_module() -> ModuleType:
     """The `version` module of torch, loaded without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        raise ModuleNotFoundError(f"torch is missing: {how_to_install('train')}", name="torch")
+        raise ModuleNotFoundError(not_installed("A model", "train", "torch"), name="torch")
     path = Path(torch.origin).with_name("version.py")
     spec = importlib.util.spec_from_file_location("torch_version", path)
     assert spec is not None

@@ -7,7 +7,7 @@ model continues (see `chat_template`); special tokens in their messages are plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,33 +29,44 @@ def prompt_ids(
     prompt: Prompt,
     tools: Sequence[Any] = (),
     template_kwargs: Mapping[str, Any] | None = None,
-    check_rendered: Callable[[str], object] | None = None,
 ) -> tuple[int, ...]:
     """Token ids of a prompt. Raises `TaskError` if it is empty, or if it is a chat and there is no template.
 
-    A chat's template also receives `tools` and `template_kwargs`; for a text prompt they are refused. `check_rendered` gets the text of a
-    chat before it is tokenised, and may raise any error.
+    A chat's template also receives `tools` and `template_kwargs`; for a text prompt they are refused.
     """
-    if isinstance(prompt, str):
-        if tools or template_kwargs:
-            raise TaskError(
-                f"The row gives {'tools' if tools else 'chat_template_kwargs'} to the chat template, but its prompt is text, to which no "
-                "template is applied. Give the prompt as a list of chat messages, or leave the column out."
-            )
-        ids = text_ids(tokenizer, prompt)
-        bos: int | None = tokenizer.bos_token_id
-        if bos is not None and ids[:1] != (bos,):
-            adds_first = tokenizer("")["input_ids"][:1] == [bos]
-            ids = (bos, *ids) if adds_first else ids
-    else:
-        chat = Chat(prompt, tools, template_kwargs or {})
-        text = prompt_text(tokenizer, chat)
-        if check_rendered is not None:
-            check_rendered("".join(pieces(text)))
-        try:
-            ids = text_ids(tokenizer, text)
-        except TypeError as error:  # invalid Unicode
-            raise TemplateRefused(refusal(error, chat.messages)) from error
+    text = rendered_prompt(tokenizer, prompt, tools, template_kwargs)
+    return rendered_ids(tokenizer, prompt, text)
+
+
+def rendered_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a prompt: its own, or what the template writes for a chat. Arguments and errors as in `prompt_ids`."""
+    if not isinstance(prompt, str):
+        return prompt_text(tokenizer, Chat(prompt, tools, template_kwargs or {}))
+    if tools or template_kwargs:
+        raise TaskError(
+            f"The row gives {'tools' if tools else 'chat_template_kwargs'} to the chat template, but its prompt is text, to which no "
+            "template is applied. Give the prompt as a list of chat messages, or leave the column out."
+        )
+    return prompt
+
+
+def rendered_ids(tokenizer: Any, prompt: Prompt, text: str) -> tuple[int, ...]:
+    """Token ids of a prompt with this text, as `rendered_prompt` returned it. Raises `TaskError` if there are none."""
+    try:
+        ids = text_ids(tokenizer, text)
+    except TypeError as error:  # invalid Unicode
+        if isinstance(prompt, str):
+            raise
+        raise TemplateRefused(refusal(error, prompt)) from error
+    bos: int | None = tokenizer.bos_token_id if isinstance(prompt, str) else None
+    if bos is not None and ids[:1] != (bos,):
+        adds_first = tokenizer("")["input_ids"][:1] == [bos]
+        ids = (bos, *ids) if adds_first else ids
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
     return ids

@@ -232,6 +232,14 @@ class SamplerConfig(Strict):
         on_resume="warn",
     )
 
+    quantization: Literal["int8"] | None = setting(
+        None,
+        "int8: on a CPU with AVX512_VNNI, decode with the layers' weights and their inputs rounded to 8 bits, which is faster; null: with "
+        "the weights as they are. The adapter and the head stay exact, and so does the learner: with int8, "
+        "algorithm.importance_sampling_correction is token_truncate where it is not given. Evaluations and a server's completions are "
+        "decoded in the same way.",
+    )
+
     @property
     def urls(self) -> tuple[str, ...]:
         """The addresses of the servers."""
@@ -290,7 +298,7 @@ class SamplerConfig(Strict):
                 "adapter_folder_there has no effect without adapter_folder, which is the same folder on this machine. Set it, too.",
                 ("adapter_folder", "adapter_folder_there"),
             )
-        for key in ("max_num_seqs", "enforce_eager"):
+        for key in ("max_num_seqs", "enforce_eager", "quantization"):
             if value := getattr(self, key):
                 yield Conflict(
                     f"{key} is {json.dumps(value)}, which has no effect with the engine {self.engine}, whose servers have settings of "

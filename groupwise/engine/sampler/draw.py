@@ -12,7 +12,7 @@ only on that row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,13 @@ from torch import Tensor
 
 from groupwise.core.types import SamplingParams
 from groupwise.engine.models.machine import send
+from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.facts import numba_works
 from groupwise.engine.models.native.fused import kernels_for
 
 BLOCK = 128
 BELOW_ONE = 1 - 1e-12
+"""Rounding may raise a target to its total, beyond the last token that has weight: uniform numbers stay just below 1."""
 
 
 def draw_tokens(
@@ -34,17 +37,18 @@ def draw_tokens(
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Pass temperatures
     and uniform numbers on the CPU: reading them from a GPU would wait for the GPU.
     """
-    kernels = kernels_for(logits_SV)
+    draw = _kernel_for(logits_SV)
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
     divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
+    uniforms_S = uniforms_S.clamp_max(BELOW_ONE)
     # Dividing by 1 changes nothing, but costs a pass over the logits.
     plain = bool((divisors_S == 1).all())
     device = logits_SV.device
     greedy_S, divisors_S = send(greedy_S, device), send(divisors_S, device)
     uniforms_S = send(uniforms_S, device)
-    if kernels is not None:
-        tokens_S, logprobs_S = kernels.draw(logits_SV, divisors_S, uniforms_S, BLOCK)
+    if draw is not None:
+        tokens_S, logprobs_S = draw(logits_SV, divisors_S, uniforms_S, BLOCK)
         if some_greedy:
             rows_S = torch.arange(len(tokens_S), device=device)
             best_S = logits_SV.argmax(-1)
@@ -67,12 +71,19 @@ def draw_tokens(
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
 
+def _kernel_for(logits_SV: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The kernel that draws from such logits; None if torch's operations do."""
+    if logits_SV.device.type == "cpu":
+        return compiled.draw if logits_SV.dtype == torch.float32 and numba_works() else None
+    kernels = kernels_for(logits_SV)
+    return None if kernels is None else kernels.draw
+
+
 def _search_tokens(
     weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int
 ) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
-    # Rounding may raise a target to its total, beyond the last token that has weight: stay just below.
-    targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
+    targets_S1 = (uniforms_S * cumulative_SK[:, -1])[:, None]
     block_S1 = torch.searchsorted(cumulative_SK, targets_S1, right=True).clamp_max(
         sums_SK.shape[1] - 1
     )

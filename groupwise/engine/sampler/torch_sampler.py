@@ -24,9 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.core.errors import ModelError
 from groupwise.core.types import PromptLogprobs, TopLogprobs
 from groupwise.engine.models.machine import engine_products, send
+from groupwise.engine.models.native.facts import FAMILIES
 from groupwise.engine.models.native.fused import kernels_for
+from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow
 from groupwise.engine.sampler.logits import prompt_logprobs
 from groupwise.engine.sampler.native.engine import NativeEngine
@@ -55,15 +58,19 @@ class TorchSampler(QueuedSampler):
         *,
         native: bool = True,
         enforce_eager: bool = False,
+        int8: bool = False,
         frees_cache: bool = False,
     ) -> None:
         """Without `native`, transformers computes every model; this is the reference for the native engines.
 
-        With `enforce_eager`, a GPU records no CUDA graphs. With `frees_cache`, `rest` frees keys and values.
+        With `enforce_eager`, a GPU records no CUDA graphs. With `int8`, a CPU decodes with weights in int8; `ModelError` if it cannot.
+        With `frees_cache`, `rest` frees keys and values.
         """
         super().__init__(weights, tokenizer, layout)
         self._frees_cache = frees_cache
-        self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
+        self._engine = _make_engine(
+            weights, layout, native=native, enforce_eager=enforce_eager, int8=int8
+        )
         self._members: dict[DecodeRow, Member] = {}
         self._drawings: list[Drawing] = []
         """What a GPU was asked for and has not been read: the next token of the rows in progress, and the first of new ones."""
@@ -270,11 +277,34 @@ class Drawing:
         return [*zip(self.lengths, map(int, tokens), logprobs, strict=False)]
 
 
+def _int8_refusal(weights: ServedWeights, model: NativeModel | None) -> str | None:
+    """Why this machine cannot decode with weights in int8; None if it can."""
+    if weights.model.device.type != "cpu":
+        return "it is for decoding on a CPU, and this run samples on a GPU"
+    if model is None:
+        return (
+            "this model is computed by transformers, which has no such products (the log says why); models of the families "
+            f"{', '.join(FAMILIES)} have"
+        )
+    from groupwise.engine.models.native.products import HAS_VNNI
+
+    if not HAS_VNNI:
+        return (
+            "this processor has no instruction for such products (AVX512_VNNI): Intel's have one from Ice Lake (2019) on, AMD's from "
+            "Zen 4 (2022) on"
+        )
+    return None
+
+
 @engine_products()
 def _make_engine(
-    weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
+    weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool, int8: bool
 ) -> DecodeEngine:
-    model = weights.native() if native else None
+    model = weights.native(int8=int8) if native else None
+    if int8 and (reason := _int8_refusal(weights, model)):
+        raise ModelError(
+            f"sampler.quantization is int8, but {reason}. Leave it out to sample with the weights as they are."
+        )
     if model is None:
         # They take seconds to import.
         from groupwise.engine.models.decoder import has_state
@@ -284,6 +314,6 @@ def _make_engine(
             return RowEngine(weights)
         return SlotEngine(weights, layout.slots, layout.key_length)
     if model.device.type == "cpu":
-        return NativeEngine(model, weights)
+        return NativeEngine(model, weights, int8=int8)
     record = run_eagerly if enforce_eager else cuda_graphs()
     return GraphEngine(model, weights, layout.slots, layout.key_length, record)

@@ -36,8 +36,9 @@ class ServedWeights(Protocol):
         """Context manager in which the model computes with these weights."""
         ...
 
-    def native(self) -> NativeModel | None:
-        """The model as plain matrices, packed for decoding, with its current weights; None if it has no native form."""
+    def native(self, *, int8: bool = False) -> NativeModel | None:
+        """The model as plain matrices, packed for decoding, with its current weights; None if it has no native form. `int8` as in
+        `NativeModel.pack`."""
         ...
 
     def factors(self) -> dict[str, Factors]:
@@ -68,8 +69,8 @@ class ServedAdapter:
         with self.adapted.using(self.name):
             yield
 
-    def native(self) -> NativeModel | None:
-        return _pack(self.adapted.native(self.name))
+    def native(self, *, int8: bool = False) -> NativeModel | None:
+        return _pack(self.adapted.native(self.name), int8=int8)
 
     def factors(self) -> dict[str, Factors]:
         return self.adapted.low_rank(self.name)
@@ -96,15 +97,15 @@ class ServedModel:
     def acting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def native(self) -> NativeModel | None:
+    def native(self, *, int8: bool = False) -> NativeModel | None:
         anew, self._changed = self._changed, False
-        return _pack(native_model(self.model, anew=anew))
+        return _pack(native_model(self.model, anew=anew), int8=int8)
 
     def factors(self) -> dict[str, Factors]:
         return {}
 
 
-def _pack(model: NativeModel | None) -> NativeModel | None:
+def _pack(model: NativeModel | None, *, int8: bool) -> NativeModel | None:
     if model is not None:
-        model.pack()
+        model.pack(int8=int8)
     return model

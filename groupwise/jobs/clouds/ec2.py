@@ -17,7 +17,7 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any, TypeVar
 
-from groupwise.core.extras import require_packages
+from groupwise.core.extras import not_installed, require_packages
 from groupwise.core.loopback import METADATA_SERVICE, no_proxy_variables
 from groupwise.core.retry import Backoff
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
@@ -459,8 +459,8 @@ def cloud_errors(region: str) -> Generator[None]:
         raise NoCredentials(f"the login to AWS has expired ({error}): `aws login`.") from None
     except boto.MissingDependencyException as error:
         raise NoCredentials(
-            f"a profile of `aws login` needs awscrt ({error}): pip install 'groupwise[launch,aws]'."
-        ) from None
+            not_installed("a profile of `aws login`", "launch,aws", "awscrt")
+        ) from error
     except boto.ClientError as error:
         answer: dict[str, str] = error.response["Error"]
         code, message = answer.get("Code", ""), answer.get("Message", "")

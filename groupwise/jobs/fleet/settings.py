@@ -91,13 +91,16 @@ class FleetSettings(Strict):
     )
     nats_url: Annotated[str | None, AfterValidator(_check_nats)] = setting(
         None,
-        "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
+        "URL of NATS, which wakes dispatchers and receives the ends of jobs; `off`: without; null: without for an embedded fleet, "
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
         min_length=1,
     )
     poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0, le=MOST_SECONDS)
     sweep_seconds: float = setting(
-        2.0, "Between two looks at the queue, for what no doorbell told of.", gt=0, le=MOST_SECONDS
+        2.0,
+        "Between two looks at the queue, for jobs that no message announced.",
+        gt=0,
+        le=MOST_SECONDS,
     )
     requeue_seconds: float = setting(
         60.0, "Between two comparisons of all attempts with their machines.", gt=0, le=MOST_SECONDS
@@ -119,7 +122,7 @@ class FleetSettings(Strict):
     )
     webhooks_to_private: bool = setting(
         False,
-        "Whether webhooks may reach addresses that are not of the public internet: any submitter could then knock at what stands there.",
+        "Whether webhooks may reach addresses that are not of the public internet: any submitter could then reach what runs there.",
     )
     allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_check_patterns)] = setting(
         secrets.DEFAULT_PATTERNS,

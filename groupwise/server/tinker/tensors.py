@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import not_installed
 
 MOST_CELLS = 4_000_000
 """Largest N · K of a tensor: 20 for each of 200,000 tokens. A sparse one could otherwise name more cells than there is memory for."""
@@ -169,8 +170,7 @@ def messages() -> Any:
     files = [path for folder in folders if (path := Path(folder) / "proto" / FILE).is_file()]
     if not files:
         raise UsageError(
-            "The verbs read the messages of the Tinker client with classes from its package `tinker`, which is not installed. "
-            "Run: pip install 'groupwise[tinker]'"
+            not_installed("Reading the messages of the Tinker client", "tinker", "tinker")
         )
     spec = spec_from_file_location("groupwise_tinker_messages", files[0])
     assert spec is not None

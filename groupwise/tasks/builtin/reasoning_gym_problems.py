@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from groupwise.core.extras import not_installed
 from groupwise.core.plugins import nearest
 from groupwise.tasks.builtin.reasoning_gym_answers import is_harmless
 from groupwise.tasks.data.order import Stream
@@ -251,8 +252,7 @@ def _import_package() -> Any:
             from reasoning_gym import factory  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as missing:
             raise ValueError(
-                "the package reasoning-gym is needed and cannot be imported "
-                f"({missing}): pip install 'groupwise[reasoning-gym]'"
+                not_installed("The task reasoning_gym", "reasoning-gym", "reasoning-gym")
             ) from missing
     return cast("Any", factory)
 

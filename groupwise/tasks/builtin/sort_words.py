@@ -102,13 +102,13 @@ def get_config_schema() -> type[BaseModel]:
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples, with the columns `words` (as asked) and `answer` (a right completion)."""
     task_config = TaskConfig.of(config)
-    return _eval_and_train_rows(task_config)[task_config.eval_size :]
+    return _eval_and_train_rows(task_config, task_config.train_size)[task_config.eval_size :]
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on `train_size`."""
     task_config = TaskConfig.of(config)
-    return _eval_and_train_rows(task_config)[: task_config.eval_size]
+    return _eval_and_train_rows(task_config, 0)
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
@@ -121,7 +121,8 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     splits.
     """
     task_config = TaskConfig.of(config)
-    used_sets = {frozenset(row["words"]) for row in _eval_and_train_rows(task_config)}
+    drawn_rows = _eval_and_train_rows(task_config, task_config.train_size)
+    used_sets = {frozenset(row["words"]) for row in drawn_rows}
     stream = Stream("sort_words", task_config.seed, "validation")
     return [
         _with_completion(row)
@@ -240,10 +241,10 @@ PARTS: dict[Preset, tuple[tuple[RewardFunction, float], ...]] = {
 """The reward functions of each preset with their weights."""
 
 
-def _eval_and_train_rows(task_config: TaskConfig) -> list[dict[str, Any]]:
-    """Held-out examples first, then those for training."""
+def _eval_and_train_rows(task_config: TaskConfig, train_size: int) -> list[dict[str, Any]]:
+    """Held-out examples first, then `train_size` examples for training."""
     stream = Stream("sort_words", task_config.seed)
-    return _draw_rows(stream, task_config, task_config.eval_size + task_config.train_size, set())
+    return _draw_rows(stream, task_config, task_config.eval_size + train_size, set())
 
 
 def _draw_rows(

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from groupwise.core import hub_errors
 from groupwise.core.errors import TaskError
+from groupwise.core.extras import not_installed
 from groupwise.core.plugins import nearest
 from groupwise.core.types import NumberedRow, like
 from groupwise.tasks.data.order import Stream
@@ -354,9 +355,7 @@ def _import_pyarrow(file: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        raise TaskError(
-            f"{file} needs the package pyarrow to be read: pip install 'groupwise[train]'."
-        ) from missing
+        raise TaskError(not_installed(f"Reading {file}", "train", "pyarrow")) from missing
 
 
 @contextmanager
@@ -435,9 +434,8 @@ def _read_hub(
     try:
         import datasets  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as missing:
-        raise TaskError(
-            f"The dataset {source!r} is no file here, and the hub's need the package datasets: pip install 'groupwise[train]'."
-        ) from missing
+        subject = f"{source!r} is not a file here, and loading it from the hub"
+        raise TaskError(not_installed(subject, "train", "datasets")) from missing
     library: Any = datasets
     was_enabled = library.is_progress_bar_enabled()
     library.disable_progress_bars()

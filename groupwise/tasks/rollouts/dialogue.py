@@ -19,8 +19,8 @@ from groupwise.api.schemas.template_columns import ForTemplate, for_template
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Completion, Message, Prompt, SamplingParams, Segment
 from groupwise.engine.models.chat_template import Chat, prompt_text
-from groupwise.engine.models.control_tokens import break_control_tokens
-from groupwise.engine.models.tokens import completion_text, prompt_ids, text_ids
+from groupwise.engine.models.control_tokens import break_control_tokens, pieces
+from groupwise.engine.models.tokens import completion_text, rendered_ids, rendered_prompt, text_ids
 from groupwise.tasks.data.messages import join_conversation
 from groupwise.tasks.environment import Observation
 from groupwise.tasks.rollouts.single import policy_segment
@@ -89,21 +89,30 @@ def first_ids(
     columns: Mapping[str, Any],
     check_rendered: Callable[[str], object] | None = None,
 ) -> tuple[int, ...]:
-    """Tokens of a first prompt. A chat prompt includes the tools, and its template gets the row's other columns that are meant for
-    it. `check_rendered`: see `prompt_ids`.
+    """Tokens of a first prompt; see `first_text`. `check_rendered` gets a chat's text before it is tokenised, and may raise any error."""
+    text = first_text(tokenizer, prompt, tools, columns)
+    if check_rendered is not None and not isinstance(prompt, str):
+        check_rendered("".join(pieces(text)))
+    return rendered_ids(tokenizer, prompt, text)
+
+
+def first_text(
+    tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], columns: Mapping[str, Any]
+) -> str:
+    """The text of a first prompt. A chat prompt includes the tools, and its template gets the row's other columns that are meant for it.
 
     Raises TaskError.
     """
     if isinstance(prompt, str):
         row_inputs = for_template(columns, "a row")  # the task's own text describes its `tools`
-        return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
+        return rendered_prompt(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
     template_inputs = _template_inputs(tools, columns)
     if not knows_tools(tokenizer):
         messages = without_tools(tokenizer, prompt, template_inputs.tools)
-        return prompt_ids(tokenizer, messages, (), template_inputs.arguments, check_rendered)
+        return rendered_prompt(tokenizer, messages, (), template_inputs.arguments)
     try:
         arguments = template_inputs.arguments
-        return prompt_ids(tokenizer, prompt, template_inputs.tools, arguments, check_rendered)
+        return rendered_prompt(tokenizer, prompt, template_inputs.tools, arguments)
     except TaskError as problem:
         hint = (
             "\nOr give the tools in TextCalls, which the template need not know." if tools else ""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, Group
 from groupwise.engine.models.control_tokens import special_texts
-from groupwise.engine.models.tokens import render_prompt
+from groupwise.engine.models.tokens import render_prompt, rendered_ids
 from groupwise.tasks.data.messages import looks_like_messages
-from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.dialogue import first_text
 from groupwise.tasks.tools import Schema
+
+MEASURED = 64
+"""Prompts that a check tokenises to find the longest one: those with the longest texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +25,19 @@ class PromptSet:
 
     examples: tuple[Example, ...]
     prompts: tuple[tuple[int, ...], ...]
+    """Empty tokens: a check did not tokenise the prompt, because it fits in any case."""
     dropped: int = 0
     """Examples left out because their prompts are longer than allowed."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt; 0 for an empty set."""
+        """Tokens of the longest prompt that was tokenised; 0 for an empty set."""
         return max(map(len, self.prompts), default=0)
+
+    @property
+    def tokenised(self) -> int:
+        """Number of prompts that were tokenised."""
+        return sum(map(bool, self.prompts))
 
     def at(self, index: int) -> tuple[Example, tuple[int, ...]]:
         """One of the examples, with its prompt."""
@@ -43,19 +53,23 @@ def tokenise(
     where: str,
     tools: Sequence[Schema] = (),
     strict: bool = False,
+    check_only: bool = False,
 ) -> PromptSet:
     """Tokenise all prompts, leaving out those longer than `max_prompt_length` tokens, or refusing them with `strict`.
 
     `tools` are described in chat prompts. `room` is the number of tokens that the model's context leaves for a prompt in addition
-    to the longest completion. Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit, or if
-    no example is left.
+    to the longest completion. With `check_only`, all prompts are rendered, but only those are tokenised that may be too long, and
+    the `MEASURED` longest texts. Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit, or
+    if no example is left.
     """
     if room < 1:
         raise TaskError(
             f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
             f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
         )
-    ids = [_tokenise_example(tokenizer, example, tools, where) for example in examples]
+    ids = _tokenise_examples(
+        tokenizer, examples, tools, where, min(room, max_prompt_length or room) if check_only else 0
+    )
     limit = max_prompt_length or max(map(len, ids))
     indices = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
@@ -83,13 +97,29 @@ def tokenise(
     )
 
 
-def _tokenise_example(
-    tokenizer: Any, example: Example, tools: Sequence[Schema], where: str
-) -> tuple[int, ...]:
-    try:
-        return first_ids(tokenizer, example.prompt, tools, example.columns)
-    except TaskError as error:
-        raise TaskError(f"{where}: row {example.row_number}: {error}") from error
+def _tokenise_examples(
+    tokenizer: Any, examples: Sequence[Example], tools: Sequence[Schema], where: str, fitting: int
+) -> list[tuple[int, ...]]:
+    """Token ids of all prompts; none for texts that certainly have at most `fitting` tokens, except for the longest of them."""
+
+    def tokenise_example(index: int, fitting: int) -> tuple[int, ...]:
+        example = examples[index]
+        try:
+            text = first_text(tokenizer, example.prompt, tools, example.columns)
+            # A token of ASCII text is at least one character; the tokenizer may add a beginning of sequence and a space.
+            if len(text) + 2 <= fitting and text.isascii() and text.strip():
+                lengths[index] = len(text)
+                return ()
+            return rendered_ids(tokenizer, example.prompt, text)
+        except TaskError as error:
+            raise TaskError(f"{where}: row {example.row_number}: {error}") from error
+
+    lengths: dict[int, int] = {}
+    """Characters of the texts that were not tokenised, by index."""
+    ids = [tokenise_example(index, fitting) for index in range(len(examples))]
+    for index in nlargest(MEASURED, lengths, key=lengths.__getitem__):
+        ids[index] = tokenise_example(index, 0)
+    return ids
 
 
 def as_seen(tokenizer: Any, group: Group) -> Group:

@@ -125,7 +125,7 @@ class RunHandle:
 
     @property
     def step(self) -> int:
-        """Number of steps done, and so the index of the next step (counted from 0)."""
+        """Number of steps done, which is the number of the last one."""
         return self._run.step
 
     @property
@@ -151,7 +151,8 @@ class RunHandle:
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
     ) -> dict[str, list[tuple[int, float]]]:
-        """Metrics from the run's record: name -> [(step, value), …], from step `since` on. Without `names`, all metrics."""
+        """Metrics from the run's record: name -> [(step, value), …], with steps from 1, of the steps after the first `since`. Without
+        `names`, all metrics."""
         return self._run.folder.store.metrics(names, since)
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:

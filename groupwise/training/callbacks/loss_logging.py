@@ -20,7 +20,7 @@ COLUMNS = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "learni
 
 
 class LossLogging(Callback):
-    """Writes `file` into the run's folder: a row for each step (from 0), a column for each of `metrics`.
+    """Writes `file` into the run's folder: a row for each step (from 1), a column for each of `metrics`.
 
     A metric that a step lacks leaves an empty cell; a metric that the first step lacks is reported once, unless it is a default. When a run
     starts or is resumed, the file is written again from the record, so it contains each step once even after a crash. Every
@@ -48,7 +48,7 @@ class LossLogging(Callback):
         curves = {name: dict(curve) for name, curve in run.metrics(self.metrics).items()}
         rows = [
             [step, *(curves.get(name, {}).get(step, "") for name in self.metrics)]
-            for step in range(run.step)
+            for step in range(1, run.step + 1)
         ]
         atomic_files.write_file(
             run.folder / self.file, _csv_text([["step", *self.metrics], *rows]).encode()
@@ -57,7 +57,7 @@ class LossLogging(Callback):
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Append the step's row."""
-        row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
+        row = [run.step, *(metrics.get(name, "") for name in self.metrics)]
         with (run.folder / self.file).open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text([row]))
         # Warn once about missing metrics: a step may lack one (no group had signal, so there is no loss), but the name may also be wrong.

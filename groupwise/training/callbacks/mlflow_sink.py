@@ -25,6 +25,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from groupwise.core import atomic_files
+from groupwise.core.extras import not_installed
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.sinks import (
     NOTHING,
@@ -240,8 +241,8 @@ def _check_files(uri: str) -> None:
         return
     if missing := [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]:
         raise Refusal(
-            f"mlflow needs {' and '.join(missing)} to write to {uri}: pip install 'groupwise[mlflow]', or set "
-            "MLFLOW_TRACKING_URI to the address of a server."
+            not_installed(f"Writing to {uri}", "mlflow", *missing)
+            + " Or set MLFLOW_TRACKING_URI to the address of a server."
         )
     folder = Path(uri.removeprefix("sqlite:///")).parent
     try:

@@ -24,11 +24,12 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
+from groupwise.core.extras import not_installed
 from groupwise.core.settings.view import View
 from groupwise.runs.config import WITH_TABLES
 from groupwise.runs.curves import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.folder import RECORD
-from groupwise.runs.record_files import check_can_write, steps_of, write_record
+from groupwise.runs.record_files import check_can_write, write_record
 from groupwise.runs.records import EvaluationRecord, RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
@@ -76,10 +77,7 @@ class Reporting(Callback):
         """Raise ValueError if a sink's package is not installed, or if the sink cannot write."""
         for name, sink in self._sinks.items():
             if importlib.util.find_spec(sink.package) is None:
-                raise ValueError(
-                    f"run.report_to names {name}, but the package {sink.package} is not installed: "
-                    f"pip install 'groupwise[{name}]'."
-                )
+                raise ValueError(not_installed(f"run.report_to: {name}", name, sink.package))
             with redirect_stdout(sys.stderr):
                 sink.check(config)
 
@@ -196,7 +194,7 @@ class Reporting(Callback):
             values: dict[int, dict[str, float]] = {}
             for name, curve in store.metrics(since=max(first_step - 1, 0)).items():
                 for step, value in curve:
-                    values.setdefault(step + 1, {})[name] = value
+                    values.setdefault(step, {})[name] = value
             for record in store.evaluations(rows=False):
                 if OF_TRAINING.fullmatch(record.name):
                     values.setdefault(record.step, {}).update(_evaluation_metrics(record))
@@ -220,7 +218,7 @@ class Reporting(Callback):
         ):
             return row
         with _open_record(run) as store:
-            rollouts = store.rollouts(RolloutFilter(step=row.steps - 1, limit=sys.maxsize))
+            rollouts = store.rollouts(RolloutFilter(step=row.steps, limit=sys.maxsize))
         if section["log_unique_prompts"]:
             rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
         table = [
@@ -258,7 +256,7 @@ class ParquetRecord(Callback):
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """Write the files for every outcome of the run; the record contains the steps done."""
         with Store.open(run.folder / RECORD, readonly=True) as store:
-            steps = steps_of(store)
+            steps = store.step_count()
             atomic_files.make_folder(
                 run.folder / PARQUET,
                 lambda folder: write_record(store, "parquet", folder, steps),

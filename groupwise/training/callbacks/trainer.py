@@ -142,7 +142,7 @@ class TrainerCallbackAdapter(Callback):
         logs: dict[int, dict[str, Any]] = {}
         for name, curve in run.metrics().items():
             for step, value in curve:
-                logs.setdefault(step + 1, {})[name] = value
+                logs.setdefault(step, {})[name] = value
         self._state = TrainerState(
             max_steps=run.max_steps,
             logging_steps=settings.logging_steps,

@@ -20,7 +20,7 @@ from typing import Any
 
 from groupwise.algorithms.own import is_own
 from groupwise.core.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
-from groupwise.core.extras import how_to_install
+from groupwise.core.extras import not_installed
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.reward_call.request import Scorer
@@ -212,8 +212,8 @@ def _load_subject(
     if importlib.util.find_spec("transformers") is None:
         if config is not None:
             raise UsageError(
-                "--config asks for the tokenizer of its model, but transformers is not installed here. Leave --config out, or: "
-                + how_to_install("train")
+                not_installed("The tokenizer of --config", "train", "transformers")
+                + " Or leave --config out."
             )
         tokenizer = None
     else:

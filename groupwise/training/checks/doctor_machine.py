@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from groupwise.core.extras import how_to_install
+from groupwise.core.extras import install_command
 from groupwise.core.findings import Finding
 from groupwise.engine.models.memory import NEEDS_LESS
 
@@ -37,7 +37,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
             "problem",
             f"not installed: {', '.join(missing)}",
             "neither sampling nor training works without",
-            how_to_install("train"),
+            install_command("train"),
             {"versions": dict(versions)},
         )
     python = platform.python_version()

@@ -130,7 +130,7 @@ def read_foreign(file: Path) -> ForeignConfig:
             ]
             raise UsageError(
                 f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "
-                "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
+                "Begin with `groupwise init --task-module TASK --model MODEL`, and write its values where they belong."
                 + "".join(hints[:MAX_SHOWN_KEYS])
             )
     own_functions = tree.get(OWN_FUNCTIONS)

@@ -99,7 +99,8 @@ OWN_FUNCTIONS = "own_functions"
 """Not a setting: the source of a module with the file's own functions, if they cannot be used where they are (foreign_functions.py)."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
-CHANGES_OF_NO_ROW = ("shuffle", "train_test_split", "remove_columns", *CHOICES_OF_ROWS)
+SPLIT = "train_test_split"
+CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
 
@@ -359,7 +360,7 @@ class _Reader:
             case ast.Subscript(owner, key_node):
                 container, key = self.value(owner), self.value(key_node)
                 if isinstance(container, ParsedCall) and container.kind == DATASET_LOADER:
-                    was_split = "train_test_split" in container.arguments.get("changes", ())
+                    was_split = SPLIT in container.arguments
                     split = container.arguments.get("split") if was_split else key
                     return ParsedCall(
                         DATASET_LOADER, node.lineno, {**container.arguments, "split": split}
@@ -445,9 +446,18 @@ class _Reader:
     def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
         """The dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
         arguments = dict(owner.arguments)
-        size = self._read_arguments(node, ("test_size",)).get("test_size")
-        if function_name == "train_test_split" and isinstance(size, float):
-            arguments["test_split_size"] = size
+        if function_name == SPLIT:
+            sizes = self._read_arguments(node, ("test_size", "train_size"))
+            test, train = sizes.get("test_size"), sizes.get("train_size")
+            if test is None:
+                test = round(1 - train, 6) if isinstance(train, float) else train or 0.25
+            why = "`{}` holds out a number of rows"
+            remedy = "Set data.test_split_size to a share of them, as 0.1"
+            arguments[SPLIT] = (
+                test
+                if isinstance(test, float)
+                else Unread(f"test_size={_as_source(test)}", node.lineno, why, remedy)
+            )
         if function_name == "shuffle":
             return owner
         arguments["changes"] = [*arguments.get("changes", ()), function_name]
@@ -591,11 +601,11 @@ class _Reader:
             ("dataset_config", "name"),
             ("dataset_train_split", "split"),
             ("dataset_revision", "revision"),
-            ("test_split_size", "test_split_size"),
+            (SPLIT, SPLIT),
         ):
             if (argument := value.arguments.get(argument_name)) is not None:
                 settings[key] = argument
-        if changes := value.arguments.get("changes"):
+        if changes := [name for name in value.arguments.get("changes", ()) if name != SPLIT]:
             why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
             source = ", ".join(dict.fromkeys(changes))
             settings["train_dataset"] = Unread(source, value.line, why, COLUMNS_REMEDY)
@@ -627,7 +637,7 @@ class _Reader:
             settings["eval_dataset"] = Unread(
                 source, value.line, OTHER_DATASET_REASON, HELD_OUT_REMEDY
             )
-        elif "test_split_size" not in settings:
+        elif SPLIT not in settings:
             settings.setdefault("dataset_test_split", split)
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:

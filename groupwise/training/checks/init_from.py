@@ -44,7 +44,7 @@ from groupwise.training.checks.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import Unread
+from groupwise.training.checks.foreign_python import SPLIT, Unread
 from groupwise.training.checks.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
@@ -217,6 +217,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
         _translate_schedule,
         _translate_optimiser,
         _translate_data,
+        _translate_split,
         _translate_rewards,
         _translate_run,
     ):
@@ -869,6 +870,17 @@ def _translate_data(translation: Translation) -> None:
     if translation.open_r1 and translation.names_data:
         translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
+        )
+
+
+def _translate_split(translation: Translation) -> None:
+    """Hold out the share of rows that a script's `train_test_split` holds out; datasets and we draw different rows."""
+    if (share := translation.take(SPLIT)) is not None:
+        translation.choose(
+            "data.test_split_size",
+            share,
+            f"The share of {SPLIT} in {translation.file.name}, but of other rows. For the same rows, call save_to_disk('FOLDER') on its "
+            "result there, and set data.dataset_name: FOLDER and data.dataset_test_split: test here, in place of this key.",
         )
 
 

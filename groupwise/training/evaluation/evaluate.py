@@ -215,8 +215,10 @@ def _interval_as_dict(interval: Interval) -> dict[str, float]:
     return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
-    """The held-out prompts that an evaluation of this config uses."""
+def held_out_prompts(
+    config: RunConfig, task: Task, tokenizer: Any, room: int, *, check_only: bool = False
+) -> PromptSet:
+    """The held-out prompts that an evaluation of this config uses. For `check_only`, see `tokenise`."""
     examples = task.eval_examples(view(config), limit=config.eval.max_prompts)
     tools = rollout_builder.check_rollouts(config, task, examples)
     return tokenise(
@@ -227,6 +229,7 @@ def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -
         where=f"{task.described}: get_eval_dataset",
         tools=tools,
         strict=config.data.strict,
+        check_only=check_only,
     )
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.types import Example
 from groupwise.engine.backends.tinker.saved import FILE, NOT_EXACT, starting_state
@@ -23,7 +23,10 @@ from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
 from groupwise.training.config import Loaded, LoadedConfig, resolved_values
 from groupwise.training.loops.training import TrainedBy
-from groupwise.training.placement import AnyConfig, Layout, oversubscription_warning
+from groupwise.training.placement import Layout, oversubscription_warning
+
+if TYPE_CHECKING:
+    from groupwise.training.placement import AnyConfig
 
 ROWS_READ = "rows_read"
 """The run's fact with the number of rows that it reads from a stream of unknown length."""

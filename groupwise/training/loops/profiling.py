@@ -28,16 +28,16 @@ PROFILE = "profile"
 
 def check_profiled_steps(run: RunSection, max_steps: int) -> None:
     """Raise ConfigError if `run.profile` names a step beyond the last one."""
-    if run.profiled_steps and max(run.profiled_steps) >= max_steps:
+    if run.profiled_steps and max(run.profiled_steps) > max_steps:
         raise ConfigError(
-            f"run.profile names step {max(run.profiled_steps)}, but the run has the steps 0 to {max_steps - 1}."
+            f"run.profile names step {max(run.profiled_steps)}, but the run has the steps 1 to {max_steps}."
         )
 
 
 @contextmanager
 def profile_step(training: Training) -> Generator[None]:
     """Trace the code in this context, if `run.profile` names the current step."""
-    step = training.step
+    step = training.step + 1
     if step not in training.config.run.profiled_steps:
         yield
         return

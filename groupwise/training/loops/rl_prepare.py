@@ -85,11 +85,18 @@ class RlPrepared(Prepared):
         return self.loaded.config
 
 
-def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> RlPrepared:
+def prepare_rl(
+    loaded: LoadedConfig,
+    task: object,
+    rows_read: int | None = None,
+    *,
+    check_only: bool = False,
+) -> RlPrepared:
     """Check task and data against the config, and tokenise all prompts.
 
     `rows_read` is given for a resumed run: the number of rows that it read of a stream without a length. So the run keeps the same
-    examples even if its number of steps has changed.
+    examples even if its number of steps has changed. With `check_only`, most prompts are not tokenised (see `tokenise`), and `facts`
+    lack the fingerprints of the data, so that the result can be planned, but neither run nor compared with an earlier run.
     """
     resolved_task = rollout_builder.task_of(loaded.config, task)
     require(resolved_task, "rl")
@@ -127,12 +134,13 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         room=room,
         tools=tools,
         strict=settings.data.strict,
+        check_only=check_only,
     )
     prompts = tokenise_rows(examples, where=f"{resolved_task.described}: get_rl_dataset")
     easy_prompts = tokenise_rows(easy_rows, where=EASY_POOL) if easy_rows else None
     held_out = None
     if evaluates:
-        held_out = held_out_prompts(settings, resolved_task, tokenizer, room)
+        held_out = held_out_prompts(settings, resolved_task, tokenizer, room, check_only=check_only)
         check_success_part(settings, resolved_task, rubric)
         check_reward_columns(resolved_task, rubric, held_out.examples, in_workers=in_workers)
     _check_teacher(
@@ -162,7 +170,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         layout=training_layout(settings, longest_prompt),
         facts=task_facts(resolved_task, rubric)
         | _algorithm_facts(settings)
-        | _held_out_facts(settings, (prompts, easy_prompts), held_out, rows_read),
+        | {ROWS_READ: rows_read, "base": identity(settings.model)}
+        | ({} if check_only else _data_facts(settings, (prompts, easy_prompts), held_out)),
         callbacks=callbacks,
     )
 
@@ -216,12 +225,12 @@ def _max_steps(config: RunConfig, examples: int) -> int:
     return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
 
 
-def _held_out_facts(
+def _data_facts(
     config: RunConfig,
     training_sets: Sequence[PromptSet | None],
     held_out_set: PromptSet | None,
-    rows_read: int | None,
-) -> dict[str, Any]:
+) -> dict[str, str]:
+    """Fingerprints of the training data, and of the held-out prompts with what decides how they are answered."""
     held_out = [
         config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
         config.sampler.model_dump(mode="json", exclude={"max_num_seqs", *SERVER_KEYS}),
@@ -231,8 +240,6 @@ def _held_out_facts(
             *[part for p in training_sets if p for part in (fingerprint(p.examples), p.prompts)]
         ),
         "held_out": digest(held_out, held_out_set.prompts if held_out_set else ()),
-        ROWS_READ: rows_read,
-        "base": identity(config.model),
     }
 
 
@@ -419,12 +426,14 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
             f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null"
         )
     defaults = {"chosen_by_default": remarks} if remarks else {}
+    prompt_sets = filter(None, (prepared.prompts, prepared.easy, held_out_set))
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
         **draws_per_epoch(prepared.order, len(examples)),
         **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
         "held_out_examples": len(held_out_set.examples) if held_out_set else 0,
+        "prompts_tokenised": sum(prompt_set.tokenised for prompt_set in prompt_sets),
         "steps": prepared.max_steps,
         "completions_per_step": rows,
         "most_tokens_sampled_per_step": rows * rollout_builder.longest_written(config),

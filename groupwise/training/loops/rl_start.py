@@ -16,7 +16,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import StoreError
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
@@ -78,7 +78,9 @@ from groupwise.training.loops.start import (
 )
 from groupwise.training.loops.teaching import Teaching
 from groupwise.training.loops.training import save_checkpoint
-from groupwise.training.loops.warm_up import WarmUpResult, needs_warm_up, warm_up
+
+if TYPE_CHECKING:
+    from groupwise.training.loops.warm_up import WarmUpResult
 
 logger = logging.getLogger(__name__)
 
@@ -127,19 +129,23 @@ def rl(
             return _rl(
                 start,
                 task,
-                warm_up_result or WarmUpResult(),
+                warm_up_result,
                 dry_run=dry_run,
                 on_this_machine=not dry_run,
             )
 
-    if loaded.config.warm_up is None or not needs_warm_up(loaded, mode):
+    if loaded.config.warm_up is None:
+        return run_with_auto_resume(begin, mode, loaded)
+    from groupwise.training.loops.warm_up import needs_warm_up, warm_up
+
+    if not needs_warm_up(loaded, mode):
         return run_with_auto_resume(begin, mode, loaded)
     if not dry_run:  # report mistakes in the second stage before the first one runs
         with build.expected_ranks(loaded.config):
             _rl(
                 find_start(loaded, StartMode(), KIND),
                 task,
-                WarmUpResult(),
+                None,
                 dry_run=True,
                 on_this_machine=True,
             )
@@ -163,13 +169,14 @@ def rl(
 def _rl(
     start: Start[LoadedConfig],
     task: object,
-    warm_up_result: WarmUpResult,
+    warm_up_result: WarmUpResult | None,
     *,
     dry_run: bool,
     on_this_machine: bool,
 ) -> RlResult:
     """Prepare a run and train it. `on_this_machine` is True if the run will be here, so that its rewards' needs are checked now."""
-    prepared = prepare_rl(start.loaded, task, start.rows_read)
+    check_only = dry_run and start.point is None  # a resume compares all tokens
+    prepared = prepare_rl(start.loaded, task, start.rows_read, check_only=check_only)
     if on_this_machine and prepared.rubric is not None:
         prepared.rubric.check_machine()
     resumption = start.resumption(prepared)
@@ -180,10 +187,10 @@ def _rl(
     facts = {
         "examples": len(prepared.prompts.examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
-        **warm_up_result.facts,
+        **(warm_up_result.facts if warm_up_result else {}),
     }
     with open_run_folder(prepared, start, KIND, facts) as (folder, ready_run):
-        if warm_up_result.untrained is not None:
+        if warm_up_result and warm_up_result.untrained is not None:
             # The evaluation of the untrained model, recorded before the first step.
             untrained, questions = warm_up_result.untrained, ready_run.facts[HELD_OUT_KEY]
             folder.store.add_evaluation(

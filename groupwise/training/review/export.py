@@ -29,7 +29,7 @@ from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, read_config, read_summary
-from groupwise.runs.record_files import check_can_write, steps_of, write_record
+from groupwise.runs.record_files import check_can_write, write_record
 from groupwise.runs.store import Store
 from groupwise.training.evaluation.policies import find_policy
 
@@ -91,7 +91,7 @@ def export(
         path, step = resolve_run(run, runs_dir)
         check_can_write(to)
         with Store.open(path / RECORD, readonly=True) as store:
-            steps = min(steps_of(store), sys.maxsize if step is None else step)
+            steps = min(store.step_count(), sys.maxsize if step is None else step)
             file_names = _fill_output(
                 output, force, lambda folder: write_record(store, to, folder, steps)
             )

@@ -145,7 +145,7 @@ class Replay:
 
 
 def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("runs")) -> Replay:
-    """Repeat step `step` (an index from 0; None: the last one) of a run, and compare it with the record.
+    """Repeat step `step` (None: the last one) of a run, and compare it with the record.
 
     Raises `UsageError` with the reason if the run or step cannot be replayed.
     """
@@ -187,10 +187,10 @@ def _open_recording(path: Path, store: Store, requested_step: int | None) -> _Re
     steps = {record.step: record for record in store.steps()}
     if not steps:
         raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
-    step = max(steps) if requested_step is None else requested_step
+    step = max(steps) if requested_step is None else requested_step - 1
     if step not in steps:
         raise RunNotFoundError(
-            f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+            f"The run {path.name!r} has no step {step + 1}; it has the steps {min(steps) + 1} to {max(steps) + 1}."
         )
     checkpoint = _checkpoint_before(path, step)
     first_step = checkpoint.step if checkpoint else 0
@@ -300,7 +300,7 @@ async def _replay(recording: _Recording) -> Replay:
                     step, {name: value for name, value in values.items() if value is not None}
                 )
     start = f"{name}@{recording.first}" if recording.checkpoint else "the starting weights"
-    return Replay(name, recording.step, start, mismatch, recording.rounding, tuple(steps))
+    return Replay(name, recording.step + 1, start, mismatch, recording.rounding, tuple(steps))
 
 
 @contextmanager
@@ -367,7 +367,7 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
     )
     if tokens_missing:
         raise UsageError(
-            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
+            f"Step {record.step + 1} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
             "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
         )
     credits = run.algorithm.credits(groups)
@@ -377,7 +377,7 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
     run.adapt({**result.metrics, "rollouts/scored": metrics["rollouts/scored"]})
     run.step += 1
     return ReplayedStep(
-        step,
+        step + 1,
         recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
         replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
         advantages=sum(map(_other_advantages, groups, credits)),

@@ -185,11 +185,11 @@ def rescore(
         steps = {record.step: record.all_draws for record in store.steps()}
         if not steps:
             raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
-        if step is not None and step not in steps:
+        if step is not None and step - 1 not in steps:
             raise RunNotFoundError(
-                f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+                f"The run {path.name!r} has no step {step}; it has the steps {min(steps) + 1} to {max(steps) + 1}."
             )
-        draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
+        draws = [(k, draw) for k, draws in steps.items() if step in (None, k + 1) for draw in draws]
         by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
         draws_by_step = {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
         loaded = load_config(read_config(path), overrides)
@@ -323,9 +323,10 @@ async def _rescore_steps(
             )
             by_draw = {group.draw: group for group in rescored_groups}
             groups = [
-                _with_ranks(_pair_rollouts(step, old, by_draw.get(old.draw))) for old, _ in pairs
+                _with_ranks(_pair_rollouts(step + 1, old, by_draw.get(old.draw)))
+                for old, _ in pairs
             ]
-            tallies[step] = _tally(groups, judge.rubric.names)
+            tallies[step + 1] = _tally(groups, judge.rubric.names)
             for row in chain.from_iterable(groups):
                 text = json.dumps(atomic_files.without_nan(asdict(row)), ensure_ascii=False)
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")

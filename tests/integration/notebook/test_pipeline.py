@@ -96,11 +96,11 @@ def test_the_pipeline_from_a_config_to_an_adapter(at_its_place):
         piped.state.test_answer[:5],
     ):
         assert part in piped.out
-    assert [step for step, _ in run.metrics("reward")["reward"]] == list(range(6))
+    assert [step for step, _ in run.metrics("reward")["reward"]] == list(range(1, 7))
     assert set(run.evaluations()) == {"before", "after"}
     assert {"accuracy", "within_10_percent", "format_rate"} <= set(run.evaluations()["after"])
     assert "<img" in run.plot("reward").as_html()
-    assert len(run.table(step=0).rows) == 8
+    assert len(run.table(step=1).rows) == 8
     assert run.summary["state"] == "finished"
     with pytest.raises(UsageError, match="cannot be changed"):
         config.beta = 0.5
@@ -210,8 +210,8 @@ def test_a_reward_that_hangs_costs_its_group_and_not_the_run(here):
     train_grpo(config, session, reward_functions=[hangs_in_one_step])
     assert session.run.summary["state"] == "finished"
     late = dict(session.run.metrics("rollouts/timed_out")["rollouts/timed_out"])
-    assert late[0] == late[2] == 0
-    assert late[1] == 8
+    assert late[1] == late[3] == 0
+    assert late[2] == 8
     released.set()
 
 

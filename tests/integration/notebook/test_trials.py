@@ -278,7 +278,7 @@ def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "optuna" else found(name)
     )
-    with pytest.raises(UsageError, match="pip install optuna"):
+    with pytest.raises(UsageError, match="optuna, which is not installed"):
         search(config, SPACE, trials=1)
     assert not list((tmp_path / "checkpoints").rglob("run.db"))
 

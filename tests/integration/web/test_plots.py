@@ -236,7 +236,7 @@ def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(pl
     ]  # fmt: skip
     plots.run("parts", steps)
     plots.draw("Rollouts without a score", "parts")
-    assert plots.one(1.0) == {"step": "3", "failed": "2", "timed out": "0"}
+    assert plots.one(1.0) == {"step": "4", "failed": "2", "timed out": "0"}
     tops = plots.does(
         "[...state.made.root.querySelectorAll('.u-cursor-pt')].map((each) => each.getBoundingClientRect())"
         ".map((each) => (over().bottom - each.top - each.height / 2) / over().height)"
@@ -244,16 +244,16 @@ def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(pl
     assert all(0.75 < top < 0.98 for top in tops), "the axis begins at 0"
     plots.draw("Where the time went", "parts")
     assert plots.at(1.0, 0.0) == [
-        {"step": "3", "sampling": "13", "publishing": "103"},
-        {"step": "0", "sampling": "10", "publishing": "–"},
+        {"step": "4", "sampling": "13", "publishing": "103"},
+        {"step": "1", "sampling": "10", "publishing": "–"},
     ]
     plots.draw("Reward", "parts")
     assert plots.at(1.0, 0.0) == [
-        {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
-        {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"},
+        {"step": "4", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
+        {"step": "1", "reward": "1", "+ spread": "–", "− spread": "–"},
     ]
     plots.draw("Reward", "parts", ranges={"reward": (0.0, 1.0)})
-    cut = {"step": "3", "reward": "1", "+ spread": "1", "− spread": "0.7"}
+    cut = {"step": "4", "reward": "1", "+ spread": "1", "− spread": "0.7"}
     assert plots.one(1.0) == cut, "no reward is above 1"
     steps = [{"rollouts/failed": 100.0 * (n == 350), "rollouts/timed_out": 0.0} for n in range(700)]
     plots.run("peak", steps)
@@ -285,7 +285,7 @@ def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) ->
     plots.figure.get_by_role("button", name="shortest").click()
     plots.look(10 / 39, 30 / 39)
     before = plots.one(0.0)
-    assert before["step"] == "10"
+    assert before["step"] == "11"
     plots.does("state.made.mine = true")
     add_metrics(path, [{**parts, "completions/max_length": 100.0}])
     plots.again()
@@ -323,7 +323,7 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 def seen(plots: Plots, count: int, name: str) -> Any:
     """The values of a line in each of so many steps."""
     said = plots.at(*(step / (count - 1) for step in range(count)))
-    assert [each["step"] for each in said] == [str(step) for step in range(count)]
+    assert [each["step"] for each in said] == [str(step + 1) for step in range(count)]
     return [math.nan if each[name] == "–" else float(each[name]) for each in said]
 
 
@@ -354,10 +354,10 @@ def test_smoothing_is_the_debiased_average_and_stays(plots: Plots) -> None:
     plots.again()
     assert "first 0.5, last 0.625" in plots.words()
     said = plots.one(1.0)
-    assert said["step"] == "6", "the range stays"
+    assert said["step"] == "7", "the range stays"
     assert float(said["reward"]) == pytest.approx(smoothed(rewards, 0.6)[6], rel=1e-3)
     plots.again(smoothing="0.99")
-    assert plots.one(1.0)["step"] == "6"
+    assert plots.one(1.0)["step"] == "7"
     plots.figure.locator(".u-over").dblclick()
     assert seen(plots, 10, "reward") == like(smoothed(rewards, 0.99))
     plots.draw("reward", "smooth", "other")
@@ -402,15 +402,15 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
     plots.run("fast", [{"reward": n / 2} for n in range(4)], lambda n: BEGAN + 240 * (n + 1))
     plots.run("back", [{"reward": float(n)} for n in range(4)], lambda n: BEGAN + 3600 * hours[n])
     plots.draw("Reward", "slow")
-    assert plots.one(1.0)["step"] == "4"
+    assert plots.one(1.0)["step"] == "5"
     plots.again(over="time")
     assert plots.at(0.0, 1.0) == [
-        {"minutes": "10 (step 0)", "reward": "0"},
-        {"minutes": "50 (step 4)", "reward": "0.4"},
+        {"minutes": "10 (step 1)", "reward": "0"},
+        {"minutes": "50 (step 5)", "reward": "0.4"},
     ]
     assert plots.words().startswith("Reward over time in minutes")
     plots.draw("Where the time went", "slow")
-    assert plots.one(0.5) == {"minutes": "30 (step 2)", "sampling": "1", "scoring": "2"}
+    assert plots.one(0.5) == {"minutes": "30 (step 3)", "sampling": "1", "scoring": "2"}
     plots.draw("reward", "slow", "fast")
     told = plots.at(*(share / 46 for share in (0, 6, 12, 46)))  # from 4 to 50 minutes
     assert [(each["minutes"], each["slow"], each["fast"]) for each in told] == [
@@ -420,10 +420,10 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
         ("50", "0.4", "–"),  # it has ended before
     ]
     plots.draw("Reward", "back")
-    assert plots.one(1.0) == {"hours": "7.5 (step 3)", "reward": "3"}
+    assert plots.one(1.0) == {"hours": "7.5 (step 4)", "reward": "3"}
     assert {each["reward"] for each in plots.everywhere(51)} >= {"0", "1", "3"}
     plots.again(over="steps")
-    assert plots.one(1.0) == {"step": "3", "reward": "3"}
+    assert plots.one(1.0) == {"step": "4", "reward": "3"}
 
 
 def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: Plots) -> None:
@@ -490,11 +490,11 @@ def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_p
         point(plot, 4 / 8)
         point(plot, 6 / 8 + 0.01)
         page.mouse.up()
-        assert legend_at(plot, 0.0)["step"] == "2"
+        assert legend_at(plot, 0.0)["step"] == "3"
         add_metrics(path, [{"reward": 2.0}])
         canvas = plot.locator("canvas")
         expect(canvas).to_have_attribute("aria-label", re.compile("last 2,"), timeout=TIMEOUT_MS)
-        assert [legend_at(plot, share)["step"] for share in (0.0, 1.0)] == ["2", "6"]
+        assert [legend_at(plot, share)["step"] for share in (0.0, 1.0)] == ["3", "7"]
         plot.locator(".u-over").dblclick()
         assert legend_at(plot, 1.0)["raw"] == "2"
         visitor.goes("/compare?run=live&run=other")

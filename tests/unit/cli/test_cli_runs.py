@@ -149,15 +149,15 @@ class TestRollouts:
     def test_options(self, runs: Path) -> None:
         for options, found in (
             ("--step 1", [(1, 0), (1, 1), (1, 2)]),
-            ("--failed", [(0, 2), (1, 2), (2, 2), (3, 2)]),
+            ("--failed", [(1, 2), (2, 2), (3, 2), (4, 2)]),
             ("--failed --step 2", [(2, 2)]),
-            ("--text KIWI", [(0, 1), (1, 1), (2, 1), (3, 1)]),
-            ("--worst --limit 2", [(0, 0), (1, 0)]),
-            ("--best --limit 1", [(3, 1)]),
-            ("--part order --worst --limit 1", [(0, 0)]),
-            ("--task odd --failed", [(1, 2), (3, 2)]),
-            ("--task even --best --limit 1", [(2, 1)]),
-            ("--all --limit 4", [(0, 0), (0, 1), (0, 2), (1, 0)]),
+            ("--text KIWI", [(1, 1), (2, 1), (3, 1), (4, 1)]),
+            ("--worst --limit 2", [(1, 0), (2, 0)]),
+            ("--best --limit 1", [(4, 1)]),
+            ("--part order --worst --limit 1", [(1, 0)]),
+            ("--task odd --failed", [(2, 2), (4, 2)]),
+            ("--task even --best --limit 1", [(3, 1)]),
+            ("--all --limit 4", [(1, 0), (1, 1), (1, 2), (2, 0)]),
         ):
             views = call_json(runs, "rollouts", "sort", *options.split())
             assert [(view["step"], view["member"]) for view in views] == found, options
@@ -167,8 +167,8 @@ class TestRollouts:
             with pytest.raises(UsageError, match="contradict"):
                 call(runs, "rollouts", *words.split())
         for words, said in (
-            ("sort --step 77", "0 to 3"),
-            ("empty --step 0", "none yet"),
+            ("sort --step 77", "1 to 4"),
+            ("empty --step 1", "none yet"),
             ("sort --part ordr", "order, style, turns"),
             ("sort --task od", "even, odd"),
             ("empty --task odd", "name none"),
@@ -185,8 +185,8 @@ class TestPlot:
         assert ("┤" in shown, "\x1b" in shown) == (True, False)
         assert target.read_text().startswith("<svg")
         drawn = call_json(runs, "plot", "sort")
-        assert drawn["points"] == [[0, 0.0], [1, 0.25], [2, 0.5], [3, 0.75]]
-        assert call_json(runs, "plot", "sort", "--metric", "odd")["points"][0] == [0, None]
+        assert drawn["points"] == [[1, 0.0], [2, 0.25], [3, 0.5], [4, 0.75]]
+        assert call_json(runs, "plot", "sort", "--metric", "odd")["points"][0] == [1, None]
         with pytest.raises(RunNotFoundError, match="odd, reward"):
             call(runs, "plot", "sort", "--metric", "rewrad")
         with pytest.raises(RunNotFoundError, match="no step yet"):
@@ -210,8 +210,8 @@ def test_the_command_that_export_prints_shows_the_rollouts(
 def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path) -> None:
     found = best_and_worst(runs / "sort")
     assert {order: (view.reward, view.step) for order, view in found.items()} == {
-        "best": (1.0, 3),
-        "worst": (0.0, 0),
+        "best": (1.0, 4),
+        "worst": (0.0, 1),
     }
     assert best_and_worst(runs / "empty") == {}
     lines = [line for line, _ in commands_after_run(runs / "sort")]

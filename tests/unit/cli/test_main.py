@@ -184,7 +184,7 @@ def test_an_interrupt_outside_a_run_is_no_result(
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["rl", "-t", "t"], "Missing option '--config'"), (["init", "-m", "tiny"], "Give --task and --model, or --from"),
+    (["rl", "-t", "t"], "Missing option '--config'"), (["init", "-m", "tiny"], "Give --task-module and --model, or --from"),
     (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"), (["evla"], "Did you mean 'eval'?"),
     (["rl", "--model_name_or_path", "x"], "here it is model.name"),
     (["sft", "--num-train-epochs", "2"], "did you mean training.num_train_epochs?"),

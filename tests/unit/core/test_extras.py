@@ -40,3 +40,9 @@ def test_an_environment_of_pipx_or_uv_is_extended_by_its_own_program(
     with pytest.raises(UsageError) as error:
         require_packages("The dashboard", "web", "no_such_a")
     assert command.format(folder=tmp_path) in error.value.message
+
+
+def test_in_a_notebook_the_command_can_be_run_in_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with pytest.raises(UsageError, match="installed: %pip install 'groupwise"):
+        require_packages("The dashboard", "web", "no_such_a")

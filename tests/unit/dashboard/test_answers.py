@@ -80,7 +80,7 @@ async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.Asyn
     found = await page(client, "a=old&b=new")
     assert differences(found) == [(1, -1.0), (0, 0.25), (2, 0.0), (4, None)]
     first = found["pairs"][1]
-    assert (first["a"]["step"], first["a"]["mean"], first["a"]["best"]) == (1, 0.5, 0.75)
+    assert (first["a"]["step"], first["a"]["mean"], first["a"]["best"]) == (2, 0.5, 0.75)
     assert (first["b"]["mean"], first["b"]["best"]) == (0.75, 1.0)
     assert [each["reward"] for each in first["b"]["members"]] == [1.0, 1.0, 0.25]
     assert [each["completion"] for each in first["a"]["members"]] == ["1 at 1", "0 at 1"]
@@ -89,7 +89,7 @@ async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.Asyn
         "prompts": 4, "compared": 3, "mean_a": pytest.approx(2 / 3),
         "mean_b": pytest.approx(1.25 / 3), "better": 1, "worse": 1, "equal": 1,
     }  # fmt: skip
-    assert differences(await page(client, "a=old@0&b=new"))[1] == (0, 0.5)
+    assert differences(await page(client, "a=old@1&b=new"))[1] == (0, 0.5)
     shown = (await client.get("/rollouts/compare?a=old&b=new")).text
     assert "mean 0.500 → 0.750" in shown
 
@@ -97,8 +97,8 @@ async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.Asyn
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("a=old@0&b=old@1&example=0", [(0, 0.25)]),
-        ("a=old@1&b=old@1&example=0", []),  # it is the same
+        ("a=old@1&b=old@2&example=0", [(0, 0.25)]),
+        ("a=old@2&b=old@2&example=0", []),  # it is the same
         ("a=old&b=old", [(0, 0.25)]),  # first against now
         ("a=old&b=old&task=sums", [(0, 0.25)]),
         ("a=old&b=old&task=none", []),
@@ -115,9 +115,9 @@ async def test_sides_end_at_their_steps_and_are_matched_and_chosen(
 ) -> None:
     found = await page(client, query)
     assert differences(found) == expected
-    if "old@0" in query:
+    if "old@1" in query:
         [pair] = found["pairs"]
-        assert [pair[side]["step"] for side in "ab"] == [0, 1]
+        assert [pair[side]["step"] for side in "ab"] == [1, 2]
 
 
 def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) -> None:

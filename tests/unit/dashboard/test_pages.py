@@ -165,13 +165,13 @@ async def test_curves_come_thinned_with_what_stands_out_and_of_a_range_in_column
     query = "run=one&name=own/number&columns=2"
     found = await curves(f"run=two&{query}&name=none")
     assert found["one"]["own/number"] == {
-        "at": [0.5, 2.5], "first": [0, 2], "last": [1, 3], "mean": [0.5, 2.5], "low": [0.0, 2.0], "high": [1.0, 3.0], "lost": [0, 0],
+        "at": [1.5, 3.5], "first": [1, 3], "last": [2, 4], "mean": [0.5, 2.5], "low": [0.0, 2.0], "high": [1.0, 3.0], "lost": [0, 0],
     }  # fmt: skip
     assert found["one"]["none"]["first"] == []
     assert len((await curves("run=one&name=reward"))["one"]["reward"]["first"]) == 4
     for within, first, last in (
-        ("&from=1&to=2", [1, 2], [1, 2]),
-        ("&from=1&to=99", [1, 3], [2, 3]),
+        ("&from=2&to=3", [2, 3], [2, 3]),
+        ("&from=2&to=99", [2, 4], [3, 4]),
         ("&from=50&to=99", [], []),
     ):
         columns = (await curves(query + within))["one"]["own/number"]
@@ -184,8 +184,8 @@ async def test_curves_come_thinned_with_what_stands_out_and_of_a_range_in_column
             store.commit_step(record, [], {"all": float(step), **late})
     told = await json_of(path.parent, "/curves?run=odd&name=all&name=late&columns=4")
     whole, late = (told["runs"]["odd"][name] for name in ("all", "late"))
-    assert whole["at"] == [1.0, 4.0, 7.0, 10.0]
-    assert (late["at"], late["mean"]) == ([4.0, 7.0, 10.0], [5.0, 7.0, 10.0])
+    assert whole["at"] == [2.0, 5.0, 8.0, 11.0]
+    assert (late["at"], late["mean"]) == ([5.0, 8.0, 11.0], [5.0, 7.0, 10.0])
 
 
 async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ async def test_an_example_has_all_of_its_groups_whole(tmp_path: Path) -> None:
     for page in (1, 2, 3):
         found = await json_of(tmp_path, f"/runs/often/examples/0?page={page}")
         assert (found["all"], found["pages"]) == (45, 3)
-        assert found["steps"] == [*range(45)]
+        assert found["steps"] == [*range(1, 46)]
         seen += found["groups"]
-    assert [each["step"] for each in seen] == [*range(44, -1, -1)]
+    assert [each["step"] for each in seen] == [*range(45, 0, -1)]
     assert {(each["mean"], each["best"], len(each["members"])) for each in seen} == {
         (7.5, 15.0, 16)
     }

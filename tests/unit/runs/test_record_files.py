@@ -17,7 +17,6 @@ from groupwise.runs import record_files
 from groupwise.runs.record_files import (
     KINDS,
     RecordFormat,
-    steps_of,
     write_record,
 )
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
@@ -49,13 +48,13 @@ def rows(folder: Path, to: RecordFormat, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
 def test_the_first_steps_are_written(store, tmp_path, to):
-    assert steps_of(store) == 3
+    assert store.step_count() == 3
     write_record(store, to, tmp_path, 2)
     rollouts = rows(tmp_path, to, "rollouts")
-    assert [(row["step"], row["completion"]) for row in rollouts] == [(0, "é\n"), (1, "é\n")]
+    assert [(row["step"], row["completion"]) for row in rollouts] == [(1, "é\n"), (2, "é\n")]
     assert rollouts[0]["parts"][0]["value"] == 0.5
     metrics = rows(tmp_path, to, "metrics")
-    assert [(row["step"], row["reward"]) for row in metrics] == [(0, 0.0), (1, 0.25)]
+    assert [(row["step"], row["reward"]) for row in metrics] == [(1, 0.0), (2, 0.25)]
     assert str(metrics[0]["kl"]) == ("nan" if to == "parquet" else "None")
     assert rows(tmp_path, to, "evaluations") == [
         {"step": 1, "name": "after", "policy": "r@1", "metric": "reward", "value": 1.0}
@@ -111,7 +110,7 @@ def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
     assert json.loads(first["messages"])[0] == {"role": "user", "content": "hi"}
     assert (first["notes"], json.loads(second["notes"])) == ("{}", {"won": None})
     assert rows(tmp_path, to, "metrics") == [
-        {"step": 0, "metric/step": 8.0, "reward": 1.0, "metrics/step": 9.0}
+        {"step": 1, "metric/step": 8.0, "reward": 1.0, "metrics/step": 9.0}
     ]
     found = rows(tmp_path, to, "evaluation_rows")
     places = [(row["policy"], row["position"]) for row in found]
@@ -136,6 +135,6 @@ def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "every_rollout", every_rollout)
     read = record_files._rows_of_kind(store, "rollouts", 3, {})
     next(read)
-    assert asked == [0]
+    assert asked == [1]
     assert len(list(read)) == 2
-    assert asked == [0, 1, 2]
+    assert asked == [1, 2, 3]

@@ -327,7 +327,7 @@ def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
             group = Group(number, Example(0, "東京 ** Sort"), (rollout,))
             store.commit_step(step(number, (number,)), [group], {})
         store.rewind(1)
-        assert [view.step for view in store.rollouts(RolloutFilter(text="東京"))] == [0]
+        assert [view.step for view in store.rollouts(RolloutFilter(text="東京"))] == [1]
         store.rewind(0)
     with sqlite3.connect(path) as record:
         for index in text_index.INDEX_SOURCES:

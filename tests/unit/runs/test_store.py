@@ -236,7 +236,7 @@ class TestSteps:
         assert store.steps() == [step(0, (1, 0)), step(1, (3, 2))]
         assert store.groups(1) == [group(3), group(2)]
         view = store.rollouts(RolloutFilter(draw=1))[0]
-        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
+        assert (view.step, view.example, view.prompt) == (1, 1, "question 1")
         assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
         assert (view.advantage, view.truncated) == (0.5, False)
 
@@ -270,7 +270,7 @@ class TestSteps:
         store.commit_step(step(3), [], {"reward": math.nan, "only/here": 2})
         assert store.metric_names() == ["loss", "only/here", "reward", "time/step"]
         curve = store.metrics(["reward"], since=1)["reward"]
-        assert curve[:2] == [(1, 0.1), (2, 0.2)]
+        assert curve[:2] == [(2, 0.1), (3, 0.2)]
         assert math.isnan(curve[2][1])
         assert set(store.metrics()) == set(store.metric_names())
         assert store.metrics(["missing"]) == {}
@@ -281,12 +281,12 @@ class TestSteps:
         for number, value in enumerate(values):
             store.commit_step(step(number), [], {"a": value, "b": 10.0 * number})
         assert store.thinned_curve("a", 2) == [
-            CurvePoint(1.0, 0, 2, 2.0, 1.0, 3.0, 1),
-            CurvePoint(4.0, 3, 5, None, None, None, 3),
+            CurvePoint(2.0, 1, 3, 2.0, 1.0, 3.0, 1),
+            CurvePoint(5.0, 4, 6, None, None, None, 3),
         ]
         assert store.thinned_sum(["a", "b"], 2) == [
-            CurvePoint(1.0, 0, 2, 34 / 3, 1.0, 23.0),
-            CurvePoint(4.0, 3, 5, 40.0, 30.0, 50.0),
+            CurvePoint(2.0, 1, 3, 34 / 3, 1.0, 23.0),
+            CurvePoint(5.0, 4, 6, 40.0, 30.0, 50.0),
         ]
         assert store.thinned_sum(["none"], 2) == []
 
@@ -294,34 +294,34 @@ class TestSteps:
         assert store.thinned_times(2, None) == []
         for number in range(4):
             store.commit_step(step(number), [], {"a": 1.0})  # done at 1000 and a second each
-        assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
+        assert [at.mean for at in store.thinned_times(9, (2, 3))] == [1.0, 2.0]
         store.set_meta({"created_at": 990.0})
-        assert store.thinned_times(2, (0, 3)) == [
-            CurvePoint(0.5, 0, 1, 10.5, 10.0, 11.0),
-            CurvePoint(2.5, 2, 3, 12.5, 12.0, 13.0),
+        assert store.thinned_times(2, (1, 4)) == [
+            CurvePoint(1.5, 1, 2, 10.5, 10.0, 11.0),
+            CurvePoint(3.5, 3, 4, 12.5, 12.0, 13.0),
         ]
         store.commit_step(step(4), [], {"a": 1.0, "late": 2.0})
-        assert store.thinned_times(2, (0, 4), "late") == [CurvePoint(3.25, 4, 4, 14.0, 14.0, 14.0)]
+        assert store.thinned_times(2, (1, 5), "late") == [CurvePoint(4.25, 5, 5, 14.0, 14.0, 14.0)]
         assert store.seconds_after([0, 1, 4, 9]) == {0: 0.0, 1: 10.0, 4: 13.0}
         for odd in (5000.0, "1990", None, -1.0, 1e30):
             store.set_meta({"created_at": odd})
-            assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
+            assert [at.mean for at in store.thinned_times(9, (2, 3))] == [1.0, 2.0]
 
     def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
         values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]
         for at, value in enumerate(values):
             late = {"late": value} if at > 2 else {}
             store.commit_step(step(at), [], {"reward": value, **late})
-        assert store.range_of(["late", "none"]) == (3, 6)
-        assert store.range_of(["late", "reward"]) == (0, 6)
+        assert store.range_of(["late", "none"]) == (4, 7)
+        assert store.range_of(["late", "reward"]) == (1, 7)
         assert store.range_of(["none"]) is None
         assert store.thinned_curve("none", 3) == []
-        halves = store.thinned_curve("reward", 2, (0, 5))
-        assert halves == [CurvePoint(1.0, 0, 2, 10 / 3, 0.0, 9.0), CurvePoint(4.0, 3, 5, 2.5, 2.0, 3.0, 1)]  # fmt: skip
-        assert store.thinned_curve("late", 2, (0, 5)) == halves[1:]
-        near = store.thinned_curve("reward", 2, (1, 2))
-        assert near == [CurvePoint(1.0, 1, 1, 9.0, 9.0, 9.0), CurvePoint(2.0, 2, 2, 1.0, 1.0, 1.0)]
-        assert [each.at for each in store.thinned_curve("late", 100)] == [3.0, 4.0, 5.0, 6.0]
+        halves = store.thinned_curve("reward", 2, (1, 6))
+        assert halves == [CurvePoint(2.0, 1, 3, 10 / 3, 0.0, 9.0), CurvePoint(5.0, 4, 6, 2.5, 2.0, 3.0, 1)]  # fmt: skip
+        assert store.thinned_curve("late", 2, (1, 6)) == halves[1:]
+        near = store.thinned_curve("reward", 2, (2, 3))
+        assert near == [CurvePoint(2.0, 2, 2, 9.0, 9.0, 9.0), CurvePoint(3.0, 3, 3, 1.0, 1.0, 1.0)]
+        assert [each.at for each in store.thinned_curve("late", 100)] == [4.0, 5.0, 6.0, 7.0]
         assert store.thinned_curve("reward", 9, (5, 1)) == []
 
 

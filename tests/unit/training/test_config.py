@@ -157,6 +157,16 @@ def test_training_draws_from_the_whole_distribution_and_says_why(
     assert off == load_config(MINIMAL).config
 
 
+def test_int8_is_corrected_for() -> None:
+    key = "importance_sampling_correction"
+    int8 = ["sampler.quantization=int8"]
+    assert load_config(MINIMAL, int8).config.algorithm.knobs[key] == "token_truncate"
+    assert load_config(MINIMAL, [*int8, f"algorithm.{key}=token_mask"])
+    for word in (f"algorithm.{key}=none", "run.server=http://127.0.0.1:1", "sampler.engine=vllm"):
+        with pytest.raises(ConfigError, match=r"quantization is \"?int8"):
+            load_config(MINIMAL, [*int8, word])
+
+
 # --- algorithms
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx2
 
 from groupwise.core.errors import EndpointError, ModelError, UsageError
+from groupwise.core.extras import not_installed
 from groupwise.core.loopback import direct_transport, no_proxy_variables
 from groupwise.engine.backends.tinker.offer import offer_of
 from groupwise.engine.models.config import ModelConfig
@@ -131,8 +132,8 @@ def import_package() -> Any:
         import tinker
     except ImportError as error:
         raise UsageError(
-            f"model.backend is tinker, which needs the tinker package ({error}): pip install 'groupwise[train,tinker]'."
-        ) from None
+            not_installed("model.backend: tinker", "train,tinker", error.name or "tinker")
+        ) from error
     return tinker
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import ModelError, UsageError
+from groupwise.core.extras import install_command, not_installed
 from groupwise.engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'groupwise[train,unsloth]'"
+EXTRAS = "train,unsloth"
 FIRST_ADAPTER = "default"
 """The name that peft gives an adapter by default."""
 
@@ -44,8 +45,8 @@ def installed_version() -> str:
         unsloth_version = None
     if unsloth_version is None or find_spec("unsloth") is None:
         raise UsageError(
-            f"model.backend is unsloth, but Unsloth is not installed here. Install it: {INSTALL}. Or leave model.backend out: "
-            "transformers and torch then train the model."
+            not_installed("model.backend: unsloth", EXTRAS, "unsloth")
+            + " Or leave model.backend out: transformers and torch then train the model."
         )
     return unsloth_version
 
@@ -150,7 +151,7 @@ def _fast() -> Any:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(
                 f"model.backend is unsloth, but Unsloth cannot be used on this machine: {lines[0]}\nMend that, install it "
-                f"anew ({INSTALL}), or leave model.backend out."
+                f"again ({install_command(EXTRAS)}), or leave model.backend out."
             ) from error
     return FastLanguageModel
 

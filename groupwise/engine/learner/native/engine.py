@@ -51,6 +51,7 @@ class NativeEngine:
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[FlatBatch]:
         """See `LearnerEngine.cut`."""
+        self._model.release_decoding()
         return cut(rows, max_tokens, packing=self._packing)
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:

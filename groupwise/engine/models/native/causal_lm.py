@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from groupwise.engine.models.native.weight_cache import WeightCache
+
     CausalModel: TypeAlias = "CausalLM | PreTrainedModel"
     """A model that adapters change or that is sampled: in our own modules, or in those of transformers."""
 
@@ -275,6 +277,8 @@ class CausalLM(nn.Module):
         """`stop_ids`: the end tokens of the model's generation config, if it has one."""
         super().__init__()
         self.config = config
+        self.weight_cache: WeightCache | None = None
+        """Where what is computed from these weights is cached; None if it is not."""
         self.generation_config = SimpleNamespace(eos_token_id=stop_ids)
         self.model = DecoderStack(config)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)

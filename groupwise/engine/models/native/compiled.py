@@ -86,3 +86,41 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     kernels.swiglu_gradient(*map(array, (gate_up_N2F, dy_NF, y_NF, d_N2F)))
     return y_NF, d_N2F
+
+
+def draw(
+    logits_SV: Tensor, divisors_S: Tensor, uniforms_S: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens [S] drawn from float32 logits at these temperatures, and their log-probabilities [S]."""
+    from groupwise.engine.models.native import vocabulary_kernels
+
+    tokens_S = torch.empty(len(logits_SV), dtype=torch.int64)
+    logprobs_S = torch.empty(len(logits_SV))
+    given = (logits_SV.contiguous(), divisors_S.float(), uniforms_S)
+    vocabulary_kernels.draw(*map(array, given), block, array(tokens_S), array(logprobs_S))
+    return tokens_S, logprobs_S
+
+
+def head_numbers(
+    logits_CV: Tensor,
+    temperatures_C: Tensor,
+    targets_C: Tensor | None,
+    *,
+    gradient: bool,
+    entropy_CV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `triton_kernels.head_numbers`."""
+    from groupwise.engine.models.native import vocabulary_kernels
+
+    rows = len(logits_CV)
+    normalisers_C, entropies_C = torch.empty(rows), torch.empty(rows)
+    likeliest_C = torch.empty(rows, dtype=torch.int64)
+    vocabulary_kernels.head_numbers(
+        array(logits_CV),
+        array(temperatures_C),
+        array(likeliest_C[:0] if targets_C is None else targets_C),
+        gradient,
+        array(logits_CV[:0] if entropy_CV is None else entropy_CV),
+        *map(array, (normalisers_C, entropies_C, likeliest_C)),
+    )
+    return normalisers_C, entropies_C, likeliest_C

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from groupwise.core.cache import cache_folder
+from groupwise.core.extras import install_command
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 256
@@ -18,6 +19,8 @@ LANES = 16
 """Numbers in one vector of the CPU kernels."""
 STRETCH = 16
 """Keys are stored in blocks of this many, ordered [D, STRETCH]; missing ones get weight 0."""
+ROTATED = 64
+"""Inputs of a quantised product that a Hadamard matrix mixes; they are spread evenly over the row."""
 ROWS = 8
 """Products of few rows pad them to a multiple of this: tiles have this size, and libraries may give other last bits for fewer rows."""
 
@@ -51,7 +54,7 @@ def without_numba() -> str | None:
         import numba  # noqa: F401 — only to see whether it works
     except Exception as error:  # noqa: BLE001 — with an incompatible NumPy it may raise any error
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
-            return "numba is not installed (pip install numba)"
+            return f"numba is not installed ({install_command('train')})"
         return f"numba cannot be imported: {error}"
     return None
 

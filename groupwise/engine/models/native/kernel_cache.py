@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 import llvmlite
 import numba
 from numba.core.caching import FunctionCache, NullCache
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from groupwise.core.atomic_files import building_path
@@ -51,8 +52,12 @@ class KernelCache(FunctionCache):
         self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function for arguments of these types; None if it is not cached."""
-        overload = super().load_overload(sig, target_context)
+        """The compiled function for arguments of these types; None if it is not cached.
+
+        numba would first load all that it can compile, which takes a quarter of a second and is needed only if this has to be compiled.
+        """
+        rtsys.initialize(target_context)
+        overload = self._load_overload(sig, target_context)
         if overload is None:
             _tell_of_compiling(self._cache_path)
         return overload

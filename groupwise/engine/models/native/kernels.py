@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from groupwise.engine.models.native.facts import LANES, STRETCH
+from groupwise.engine.models.native.facts import LANES, ROTATED, STRETCH
 from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
 
@@ -36,12 +36,12 @@ ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 # Numbers
 
 
-def _to_float32(stored: Any) -> Any:
+def to_float32(stored: Any) -> Any:
     """Convert a stored number to float32."""
     raise NotImplementedError  # numba compiles one of the two overloads below
 
 
-@overload(_to_float32)
+@overload(to_float32)
 def _number_of(stored: Any) -> Callable[[Any], Any]:
     def upper_half(stored: Any) -> Any:
         return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
@@ -52,12 +52,12 @@ def _number_of(stored: Any) -> Callable[[Any], Any]:
     return upper_half if stored == types.uint16 else as_it_is
 
 
-def _store(into: Any, index: Any, number: Any) -> None:
+def store(into: Any, index: Any, number: Any) -> None:
     """Round a float32 to the format of an array, half to even, and store it there."""
     raise NotImplementedError
 
 
-@overload(_store)
+@overload(store)
 def _store_into(into: Any, index: Any, number: Any) -> Callable[[Any, Any, Any], None]:
     def upper_half(into: Any, index: Any, number: Any) -> None:
         bits = np.float32(number).view(np.uint32)
@@ -109,7 +109,7 @@ LOG_2_LOW = np.float32(-2.12194440e-4)
 
 
 @kernel(ROUNDING_KEPT)
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """e^x with a relative error below 2e-7: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
     # `min` and `max` are undefined for NaN here.
     x = LOWEST if x < LOWEST else x  # noqa: FURB136
@@ -144,7 +144,7 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
         squares += x_H[h] * x_H[h]
     scale = _inverse_root(squares / np.float32(size) + epsilon)
     for h in range(size):
-        _store(into_H, h, x_H[h] * scale * weight_H[h])
+        store(into_H, h, x_H[h] * scale * weight_H[h])
     return scale
 
 
@@ -171,10 +171,10 @@ def norm_gradient(
             dy_H, into_H = dy_NH[n], into_NH[n]
             along = np.float32(0.0)
             for h in range(size):
-                along += _to_float32(dy_H[h]) * weight_H[h] * x_H[h]
+                along += to_float32(dy_H[h]) * weight_H[h] * x_H[h]
             share = scale * scale * scale * along / np.float32(size)
             for h in range(size):
-                into_H[h] += scale * _to_float32(dy_H[h]) * weight_H[h] - share * x_H[h]
+                into_H[h] += scale * to_float32(dy_H[h]) * weight_H[h] - share * x_H[h]
 
 
 @kernel(ROUNDING_KEPT, cached=True)
@@ -184,8 +184,8 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     for n in range(rows):
         gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
         for f in range(size):
-            gate = _to_float32(gate_F[f])
-            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _to_float32(up_F[f]))
+            gate = to_float32(gate_F[f])
+            store(into_F, f, gate / (np.float32(1.0) + exp(-gate)) * to_float32(up_F[f]))
 
 
 @kernel(ROUNDING_KEPT, cached=True)
@@ -200,13 +200,67 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
         dgate_F, dup_F = into_N2F[n, :size], into_N2F[n, size:]
         dy_F, y_F = dy_NF[n], y_NF[n]
         for f in range(size):
-            gate, up, dy = _to_float32(gate_F[f]), _to_float32(up_F[f]), _to_float32(dy_F[f])
+            gate, up, dy = to_float32(gate_F[f]), to_float32(up_F[f]), to_float32(dy_F[f])
             one = np.float32(1.0)
-            logistic = one / (one + _exp(-gate))
+            logistic = one / (one + exp(-gate))
             active = gate * logistic
-            _store(y_F, f, active * up)
-            _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
-            _store(dup_F, f, dy * active)
+            store(y_F, f, active * up)
+            store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
+            store(dup_F, f, dy * active)
+
+
+# Quantisation
+
+
+SMALLEST = np.float32(1e-30)
+"""The least peak of a row that is quantised, so that a row of zeros has a scale."""
+
+
+@kernel(cached=True)
+def quantize(x_NI: Array, inputs: int) -> Any:
+    """Rows as whole numbers of -127 to 127, with 128 added, and the scale of each row; `packed.rotated` says how they are rotated before.
+
+    The result has `inputs` columns; missing ones are 0.
+    """
+    rows = len(x_NI)
+    # An odd number of cache lines: rows whose distance is a power of two would share a few places of the cache.
+    q_NI = np.empty((rows, inputs | CACHE_LINE), np.uint8)
+    scales_N = np.empty(rows, np.float32)
+    rotated_I = np.zeros(inputs, np.float32)
+    for n in range(rows):
+        scales_N[n] = _quantize_row(x_NI[n], rotated_I, q_NI[n, :inputs])
+    return q_NI[:, :inputs], scales_N
+
+
+@kernel()
+def _quantize_row(x_I: Array, rotated_I: Array, into_I: Array) -> Any:
+    """Write one row; returns its scale. `rotated_I` is overwritten."""
+    inputs = len(rotated_I)
+    rotated_I[len(x_I) :] = 0
+    for i in range(len(x_I)):
+        rotated_I[i] = to_float32(x_I[i])
+    distance = inputs // ROTATED
+    while distance < inputs:  # two steps of `packed.rotated` at a time
+        for start in range(0, inputs, 4 * distance):
+            second, third, fourth = start + distance, start + 2 * distance, start + 3 * distance
+            a_D, b_D = rotated_I[start:second], rotated_I[second:third]
+            c_D, d_D = rotated_I[third:fourth], rotated_I[fourth : fourth + distance]
+            for i in range(distance):
+                sum_ab, difference_ab = a_D[i] + b_D[i], a_D[i] - b_D[i]
+                sum_cd, difference_cd = c_D[i] + d_D[i], c_D[i] - d_D[i]
+                a_D[i], b_D[i] = sum_ab + sum_cd, difference_ab + difference_cd
+                c_D[i], d_D[i] = sum_ab - sum_cd, difference_ab - difference_cd
+        distance *= 4
+    largest = np.uint32(0)
+    for bits in rotated_I.view(np.uint32):
+        # Without their sign, larger numbers have larger bits, and NaN the largest.
+        largest = max(largest, np.uint32(bits & np.uint32(0x7FFFFFFF)))
+    peak = np.uint32(largest).view(np.float32)
+    peak = SMALLEST if peak < SMALLEST else peak  # noqa: FURB136 — NaN stays NaN
+    factor = np.float32(127) / peak
+    for i in range(inputs):
+        into_I[i] = np.uint8(np.int32(np.rint(rotated_I[i] * factor)) + np.int32(128))
+    return peak / np.float32(127)
 
 
 # Attention of one new token for each row
@@ -222,10 +276,10 @@ def _compute_head(
     if norm_D.shape[0]:
         squares = np.float32(0.0)
         for d in range(size):
-            squares += _to_float32(stored_D[d]) * _to_float32(stored_D[d])
+            squares += to_float32(stored_D[d]) * to_float32(stored_D[d])
         factor = _inverse_root(squares / np.float32(size) + epsilon)
     for c in range(size // 2):
-        x, y = factor * _to_float32(stored_D[2 * c]), factor * _to_float32(stored_D[2 * c + 1])
+        x, y = factor * to_float32(stored_D[2 * c]), factor * to_float32(stored_D[2 * c + 1])
         if norm_D.shape[0]:
             x, y = x * norm_D[2 * c], y * norm_D[2 * c + 1]
         cos, sin = turn_C2[c, 0] * scale, turn_C2[c, 1] * scale
@@ -338,11 +392,12 @@ def _score_blocks(
 
 
 @kernel(ANY_ORDER | {"nnan"})
-def _highest(scores_T: Array) -> Any:
+def highest_score(scores_T: Array) -> Any:
     """The highest score; the result is undefined if one is NaN."""
     highest = np.float32(-np.inf)
     for t in range(scores_T.shape[0]):
-        highest = scores_T[t] if scores_T[t] > highest else highest  # noqa: FURB136
+        score = to_float32(scores_T[t])
+        highest = score if score > highest else highest  # noqa: FURB136
     return highest
 
 
@@ -350,7 +405,7 @@ def _highest(scores_T: Array) -> Any:
 def _softmax_weights(scores_T: Array, seen: Any, highest: Any) -> Any:
     """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
-        scores_T[t] = _exp(scores_T[t] - highest)
+        scores_T[t] = exp(scores_T[t] - highest)
     scores_T[seen:] = np.float32(0.0)
     total = np.float32(0.0)
     for t in range(scores_T.shape[0]):
@@ -405,7 +460,7 @@ def _attend_heads(
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
         own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
-        highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
+        highest = max(highest_score(own_T[:seen]), highest_score(prompt_P[:prompt_seen]))
         totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(
             prompt_P, prompt_seen, highest
         )
@@ -470,7 +525,7 @@ def attend(
             offset += kv_heads * size
             value_D, stored_D = values_TD[at], qkv_NO[n, offset : offset + size]
             for d in range(size):
-                _store(value_D, d, _to_float32(stored_D[d]))
+                store(value_D, d, to_float32(stored_D[d]))
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
@@ -489,4 +544,4 @@ def attend(
             output_O = output_NO[n, start : start + repeat * size]
             for r in range(repeat):
                 for d in range(size):
-                    _store(output_O, r * size + d, sums_RD[r, d])
+                    store(output_O, r * size + d, sums_RD[r, d])

@@ -69,9 +69,19 @@ class Linear:
         self.bias_O = bias_O
         self._packed: Packed | None = None
 
-    def pack(self) -> None:
-        """Also keep the weights in the order for decoding."""
-        self._packed = Packed(self.weight_OI, self.bias_O)
+    @property
+    def cache_name(self) -> str:
+        """The name of its weight in a cache: that of its first part, or `head`."""
+        return self.parts[0].path if self.parts else "head"
+
+    @property
+    def tiles(self) -> Tensor | None:
+        """The weights in the order for decoding, if `pack` was called."""
+        return None if self._packed is None else self._packed.tiles
+
+    def pack(self, tiles: Tensor | None = None, *, int8: bool = False) -> None:
+        """Also keep the weights in the order for decoding, from a cache (`tiles`) or computed; with `int8` as whole numbers."""
+        self._packed = Packed(self.weight_OI, self.bias_O, tiles, int8=int8)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
         """The product [N, O] of a few rows, as in decoding, in the format of the weight or float32.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.engine.models.native.compiled import array
-from groupwise.engine.models.native.facts import LANES, ROWS, multiple
+from groupwise.engine.models.native.facts import LANES, ROTATED, ROWS, multiple
 
 Array = NDArray[Any]
 
@@ -38,8 +38,8 @@ class PackedLowRank:
 
     down: Array
     """A, ordered in tiles (`Packed._in_tiles`)."""
-    up_RO: Array
-    """B times its scaling, in float32."""
+    ups: Array
+    """B times its scaling, in float32, as [O / 16, R, 16]: what a tile needs is contiguous."""
     ranks_B2: Array
     """For each block of outputs, the first rank that acts on it, and the rank after the last."""
 
@@ -47,19 +47,46 @@ class PackedLowRank:
 class Packed:
     """`x Wᵀ + bias` for few rows, by `groupwise.engine.models.native.products`; keeps its own copy of the matrix."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        tiles: Tensor | None = None,
+        *,
+        int8: bool = False,
+    ) -> None:
+        """`tiles`: the property of that name of an earlier object with the same weight."""
         from groupwise.engine.models.native import products
 
         self._outputs, inputs = weight_OI.shape
+        self._int8_inputs = multiple(inputs, ROTATED) if int8 else None
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
+        bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
+        bias_O = F.pad(bias_O, (0, self._shape[0] - self._outputs))
+        if int8:
+            q_OI, scales_O = quantized(F.pad(weight_OI, (0, 0, 0, -self._outputs % LANES)))
+            self._weights = _in_tiles(q_OI, q_OI.shape[1], 4)
+            cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
+            constants_3O = torch.stack((cancelling_O, scales_O, bias_O))
+            self._constants = array(
+                constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
+            )
+        else:
+            self._weights = self._tiles_of(weight_OI) if tiles is None else array(tiles)
+            self._constants = array(bias_O)
+        self._no_adapter = self.low_rank([])
+
+    @property
+    def tiles(self) -> Tensor | None:
+        """The matrix as it is kept here; None if it is in int8, which is computed anew each time."""
+        return torch.from_numpy(self._weights) if self._int8_inputs is None else None
+
+    def _tiles_of(self, weight_OI: Tensor) -> Array:
         # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
         if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
             weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-        self._weights = self._in_tiles(weight_OI)
-        bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
-        self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
-        self._no_adapter = self.low_rank([])
+        return _in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1)
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
         """The factors of an adapter, in the form that `product` takes."""
@@ -79,22 +106,27 @@ class Packed:
             first = last
         if self._pairs:
             down_RI = down_RI.bfloat16()
-        return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
+        down = _in_tiles(down_RI, inputs, 2 if self._pairs else 1)
+        ups = array(up_RO.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous())
+        return PackedLowRank(down, ups, ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
-        """The product [N, O] in float32, with no rounding in between; `low` is a result of `low_rank`."""
-        from groupwise.engine.models.native import products
+        """The product [N, O] in float32, rounded by nothing but the quantisation; `low` is a result of `low_rank`."""
+        from groupwise.engine.models.native import kernels, products
 
         low = self._no_adapter if low is None else low
         x = array(self._pad_rows(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
         into, blocks = array(into_NO), len(low.ranks_B2)
+        factors, scales_N = x, self._constants
+        if self._int8_inputs is not None:
+            factors, scales_N = kernels.quantize(x, self._int8_inputs)
         multithreaded = torch.get_num_threads() > 1
         low_NR = products.narrow(x, low.down) if multithreaded else NOT_YET
 
         def part(first: int, last: int) -> None:
             products.product(
-                x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
+                x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.ups, low.ranks_B2, into, first, last
             )  # fmt: skip
 
         if multithreaded:
@@ -113,15 +145,37 @@ class Packed:
             return F.pad(x_NI, (0, self._shape[1] - inputs, 0, -rows % ROWS))
         return x_NI.contiguous()
 
-    def _in_tiles(self, weight_OI: Tensor) -> Array:
-        """The matrix as [O / 16, I, 16], or [O / 16, I / 2, 16, 2] for pairs, padded with zeros."""
-        outputs, inputs = weight_OI.shape
-        padding = -outputs % LANES, self._shape[1] - inputs
-        if any(padding):
-            weight_OI = F.pad(weight_OI, (0, padding[1], 0, padding[0]))
-        together = 2 if self._pairs else 1
-        tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
-        return array(tiles.contiguous())
+
+def rotated(x_NI: Tensor) -> Tensor:
+    """The rows, padded to a multiple of `ROTATED` and multiplied by an orthogonal matrix times √`ROTATED`, which spreads large numbers.
+
+    A few large inputs would otherwise set the scale of a row and leave few steps to the others (QuaRot, arXiv:2404.00456). Rotating both
+    weights and rows does not change their product. The matrix: a row is seen as [ROTATED, n], and a Hadamard matrix multiplies its columns.
+    """
+    x_NI = F.pad(x_NI.float(), (0, -x_NI.shape[1] % ROTATED))
+    distance = x_NI.shape[1] // ROTATED
+    while distance < x_NI.shape[1]:
+        left, right = x_NI.unflatten(1, (-1, 2, distance)).unbind(2)
+        x_NI = torch.stack((left + right, left - right), dim=2).flatten(1)
+        distance *= 2
+    return x_NI
+
+
+def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated rows as int8 [O, I], and for each the scale [O] of its products with rotated inputs."""
+    rotated_OI = rotated(weight_OI)
+    scales_O = rotated_OI.abs().amax(1).clamp_min(1e-30) / 127
+    q_OI = (rotated_OI / scales_O[:, None]).round().to(torch.int8)
+    return q_OI, scales_O / ROTATED
+
+
+def _in_tiles(weight_OI: Tensor, inputs: int, together: int) -> Array:
+    """The matrix as [O / 16, inputs / together, 16, together], padded with zeros."""
+    padding = -len(weight_OI) % LANES, inputs - weight_OI.shape[1]
+    if any(padding):
+        weight_OI = F.pad(weight_OI, (0, padding[1], 0, padding[0]))
+    tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
+    return array(tiles.contiguous())
 
 
 def _are_halves(numbers: Tensor) -> bool:

@@ -2,14 +2,16 @@
 
 With few rows, reading the weights takes as long as multiplying. Here the weights are stored in the order of their use and are fetched while
 the CPU multiplies; libraries do one after the other. The same pass adds the narrow products of an adapter and a bias; sums are float32, and
-nothing is rounded.
+nothing is rounded but what is quantised.
 
-A tile is 16 outputs of some rows; its sums stay in registers. Weights are ordered as [O / 16, I, 16]. There are three kinds of code:
+A tile is 16 outputs of some rows; its sums stay in registers. Weights are ordered as [O / 16, I, 16]. There are four kinds of code:
 
 - `FLOATS`: float32 weights and rows.
 - `HALVES`: weights in bfloat16, widened when they are read, and float32 rows. The same result as `FLOATS` with half the memory.
 - `PAIRS`: weights and rows in bfloat16, two inputs at a time, by the CPU's own instruction for it (AVX512_BF16); weights are ordered as
   [O / 16, I / 2, 16, 2].
+- `BYTES`: weights and rows in int8, four inputs at a time, by the CPU's own instruction for it (VNNI); weights are ordered as
+  [O / 16, I / 4, 16, 4]. `kernels.quantize` makes such rows. Sums are int32, so they are exact, and become float32 at the end.
 
 The sums of a row do not depend on other rows.
 """
@@ -37,10 +39,12 @@ _FEATURES = llvmlite.binding.get_host_cpu_features()
 _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
 """True if `PAIRS` is best for bfloat16; without the instruction it works as well, but slowly."""
+HAS_VNNI = bool(_FEATURES.get("avx512vnni", False))
+"""True if the CPU has the instruction of `BYTES`."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
-AHEAD = 4096
+AHEAD = 8192
 """How many bytes ahead weights are fetched if only one tile needs them."""
 
 
@@ -60,8 +64,12 @@ class _BFloat(ir.types.Type):
 _TWOS = ir.VectorType(_BFloat(), 2 * LANES)
 
 Sums = list[Any]
+Begin = Callable[[VectorCode, Any, int], Sums]
+"""Called with the code, the address of a block's constants, and the number of rows; returns the initial sums."""
 Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
 """Called with the code, the address of a line of weights, the addresses of all rows, the line's number, and the sums; returns new sums."""
+Finish = Callable[[VectorCode, Any, list[Any], Sums], Sums]
+"""Called with the code, the address of a block's constants, the addresses of the rows' scales, and the sums; returns float32 sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,18 @@ class _Kind:
     inputs: int
     """Number of inputs in a line."""
     add: Add
+    begin: Begin
+    finish: Finish
+    constants: int = 4 * LANES
+    """Bytes of a block's constants."""
+
+
+def _begin_with_bias(code: VectorCode, constants: Any, rows: int) -> Sums:
+    return [code.load(constants, code.number(0))] * rows
+
+
+def _keep_sums(_: VectorCode, __: Any, ___: list[Any], sums: Sums) -> Sums:
+    return sums
 
 
 def _add_floats(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
@@ -112,30 +132,63 @@ def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
     return total
 
 
-_FLOATS = _Kind(64, 1, _add_floats)
-_HALVES = _Kind(32, 1, _add_halves)
-_PAIRS = _Kind(64, 2, _add_pairs)
+def _begin_bytes(code: VectorCode, constants: Any, rows: int) -> Sums:
+    """The first constant of each output cancels the 128 that is added to the rows' numbers."""
+    return [code.load(constants, code.number(0), WORDS)] * rows
+
+
+def _add_bytes(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
+    offset = code.builder.mul(number, code.number(4))
+    weights = code.load(line, code.number(0), WORDS)
+    multiply = code.function("llvm.x86.avx512.vpdpbusd.512", WORDS, [WORDS] * 3)
+    return [
+        code.builder.call(multiply, [total, code.spread(row, offset, WORDS), weights])
+        for row, total in zip(rows, sums, strict=True)
+    ]
+
+
+def _scale_bytes(code: VectorCode, constants: Any, scales: list[Any], sums: Sums) -> Sums:
+    """The second constant of each output is its scale, the third its bias."""
+    builder = code.builder
+    scale, bias = (code.load(constants, code.number(4 * LANES * place)) for place in (1, 2))
+    return [
+        builder.fadd(
+            builder.fmul(
+                builder.fmul(builder.sitofp(total, FLOATS), code.spread(row, code.number(0))), scale
+            ),
+            bias,
+        )
+        for row, total in zip(scales, sums, strict=True)
+    ]
+
+
+_FLOATS = _Kind(64, 1, _add_floats, _begin_with_bias, _keep_sums)
+_HALVES = _Kind(32, 1, _add_halves, _begin_with_bias, _keep_sums)
+_PAIRS = _Kind(64, 2, _add_pairs, _begin_with_bias, _keep_sums)
+_BYTES = _Kind(64, 4, _add_bytes, _begin_bytes, _scale_bytes, constants=3 * 4 * LANES)
 
 
 def _kind_of_product(x_NI: Any, weights: Any) -> _Kind:
     """The kind of a product, chosen by the numba types of its arrays."""
+    if x_NI.dtype == types.uint8:
+        return _BYTES
     if x_NI.dtype == types.uint16:
         return _PAIRS
     return _HALVES if weights.dtype == types.uint16 else _FLOATS
 
 
-def _line_size(x_NI: Any, weights: Any) -> Any:
-    """`line` and `inputs` of the product's kind."""
+def _sizes(x_NI: Any, weights: Any) -> Any:
+    """`line`, `inputs` and `constants` of the product's kind."""
     raise NotImplementedError  # numba compiles the overload below
 
 
-@overload(_line_size)
-def _line_of(x_NI: Any, weights: Any) -> Callable[[Any, Any], Any]:
+@overload(_sizes)
+def _sizes_of(x_NI: Any, weights: Any) -> Callable[[Any, Any], Any]:
     kind = _kind_of_product(x_NI, weights)
-    line, inputs = kind.line, kind.inputs
+    line, inputs, constants = kind.line, kind.inputs, kind.constants
 
     def numbers(x_NI: Any, weights: Any) -> Any:
-        return line, inputs
+        return line, inputs, constants
 
     return numbers
 
@@ -152,8 +205,8 @@ def _tile_code(rows: int) -> Any:
     """Code for a tile of `rows` rows.
 
     Its arguments are x and the weights, for their types; then the address of the first line, the number of lines, the address to fetch
-    ahead and its step per line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, the 16 initial sums (the
-    bias), the results and their stride: addresses, and strides in bytes.
+    ahead and its step per line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, the block's constants (the
+    bias), the rows' scales, the results and their stride: addresses, and strides in bytes.
     """
 
     def typed(
@@ -171,7 +224,8 @@ def _tile_code(rows: int) -> Any:
         low: Any,
         low_stride: Any,
         ranks: Any,
-        begun: Any,
+        constants: Any,
+        scales: Any,
         into: Any,
         stride: Any,
     ) -> Any:
@@ -179,18 +233,18 @@ def _tile_code(rows: int) -> Any:
 
         def tile(context: Any, builder: Any, __: Any, args: Any) -> Any:
             first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = args[2:10]
-            low, low_stride, ranks, begun, into, stride = args[10:]
+            low, low_stride, ranks, constants, scales, into, stride = args[10:]
             code = VectorCode(builder)
             x_rows = code.addresses(x, x_stride, rows)
             low_rows = code.addresses(low, low_stride, rows)
 
             def add(number: Any, sums: Sums) -> Sums:
-                code.prefetch(fetched, builder.mul(number, fetched_stride))
+                code.prefetch(fetched, builder.mul(number, fetched_stride), first_cache=False)
                 line = builder.add(first_line, builder.mul(number, code.number(kind.line)))
                 return kind.add(code, line, x_rows, number, sums)
 
-            sums = [code.load(begun, code.number(0))] * rows
-            sums = code.loop(lines, sums, add)
+            sums = code.loop(lines, kind.begin(code, constants, rows), add)
+            sums = kind.finish(code, constants, code.addresses(scales, code.number(4), rows), sums)
             sums = code.loop(
                 ranks, sums, lambda rank, now: _add_rank(code, up, up_stride, low_rows, rank, now)
             )
@@ -198,7 +252,7 @@ def _tile_code(rows: int) -> Any:
                 code.store(total, row, code.number(0))
             return context.get_dummy_value()
 
-        return types.void(x_NI, weights, *[types.int64] * 14), tile
+        return types.void(x_NI, weights, *[types.int64] * 15), tile
 
     return intrinsic(typed)
 
@@ -210,9 +264,10 @@ _small, _large = _tile_code(SMALL), _tile_code(LARGE)
 def _multiply(
     x_NI: Array,
     weights: Array,
-    bias_O: Array,
+    constants: Array,
+    scales_N: Array,
     low_NR: Array,
-    up_RO: Array,
+    ups: Array,
     ranks_B2: Array,
     into_NO: Array,
     first_block: int,
@@ -221,36 +276,41 @@ def _multiply(
     """`x Wᵀ + low Bᵀ + bias`, tile by tile; see `product`."""
     rows, inputs = x_NI.shape
     outputs, ranks = into_NO.shape[1], low_NR.shape[1]
-    line, together = _line_size(x_NI, weights)
+    line, together, constants_size = _sizes(x_NI, weights)
     lines = inputs // together
     tiles = (rows + LARGE - 1) // LARGE
+    # Before the loop, because in numba it takes time to look up an address.
+    x_begin, x_stride, scales_begin = x_NI.ctypes.data, x_NI.strides[0], scales_N.ctypes.data
+    weights_begin, constants_begin = weights.ctypes.data, constants.ctypes.data
+    low_begin, up_begin, into_begin = low_NR.ctypes.data, ups.ctypes.data, into_NO.ctypes.data
     for block in range(first_block, last_block):
-        at = weights.ctypes.data + block * lines * line
-        first, last = ranks_B2[block]
-        up = up_RO.ctypes.data + 4 * (first * outputs + block * LANES)
-        begun = bias_O.ctypes.data + 4 * LANES * block
+        at = weights_begin + block * lines * line
+        first, last = ranks_B2[block, 0], ranks_B2[block, 1]
+        up = up_begin + 4 * LANES * (block * ranks + first)
+        begun = constants_begin + constants_size * block
         for tile in range(tiles):
             # Weights that several tiles need stay in the cache; meanwhile each tile fetches a part of the next block.
             fetched = at + AHEAD if tiles == 1 else at + (tiles + tile) * (lines * line // tiles)
             n = tile * LARGE
-            x, low = x_NI[n:].ctypes.data, low_NR.ctypes.data + 4 * (n * ranks + first)
-            into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
+            x, low = x_begin + n * x_stride, low_begin + 4 * (n * ranks + first)
+            into = into_begin + 4 * (n * outputs + block * LANES)
+            scales = scales_begin + 4 * n
             large = rows - n > SMALL
             if ONE_SIZE or large:  # if ONE_SIZE, numba does not compile the other branch
-                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
-                       low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
+                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * LANES,
+                       low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
             else:
-                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
-                       low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
+                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_stride, up, 4 * LANES,
+                       low, 4 * ranks, last - first, begun, scales, into, 4 * outputs)  # fmt: skip
 
 
 @kernel()
 def _narrow(x_NI: Array, down: Array) -> Any:
     rows, ranks = x_NI.shape[0], down.shape[0] * LANES
     low_NR, nothing_NR = np.empty((rows, ranks), np.float32), np.empty((rows, 0), np.float32)
-    nothing_RO, none_B2 = np.empty((0, ranks), np.float32), np.zeros((ranks // LANES, 2), np.int64)
+    no_ups, none_B2 = np.empty((0, 0, LANES), np.float32), np.zeros((ranks // LANES, 2), np.int64)
     zeros_R = np.zeros(ranks, np.float32)
-    _multiply(x_NI, down, zeros_R, nothing_NR, nothing_RO, none_B2, low_NR, 0, ranks // LANES)
+    _multiply(x_NI, down, zeros_R, zeros_R, nothing_NR, no_ups, none_B2, low_NR, 0, ranks // LANES)
     return low_NR
 
 
@@ -263,11 +323,13 @@ def narrow(x_NI: Array, down: Array) -> Any:
 @kernel(cached=True)
 def product(
     x_NI: Array,
+    factors_NI: Array,
+    scales_N: Array,
     weights: Array,
-    bias_O: Array,
+    constants: Array,
     down: Array,
     low_NR: Array,
-    up_RO: Array,
+    ups: Array,
     ranks_B2: Array,
     into_NO: Array,
     first: int,
@@ -276,9 +338,12 @@ def product(
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, for the blocks of 16 outputs from `first` up to `last`.
 
     `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights` (W) and
-    `down` (A) have the order described in the module's docstring. All else is float32. For block b, only ranks from `ranks_B2[b, 0]` up to
-    `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
+    `down` (A) have the order described in the module's docstring, `ups` (B) is [O / 16, R, 16]. All else is float32. For block b, only
+    ranks from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
+
+    `factors_NI` are the rows that W is multiplied with: x itself, or for `BYTES` the quantised x, whose scales are `scales_N`. `constants`
+    is the bias; for `BYTES` it is [O / 16, 3, 16]: what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)
-    _multiply(x_NI, weights, bias_O, low_NR, up_RO, ranks_B2, into_NO, first, last)
+    _multiply(factors_NI, weights, constants, scales_N, low_NR, ups, ranks_B2, into_NO, first, last)

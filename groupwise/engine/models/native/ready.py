@@ -17,14 +17,16 @@ from groupwise.engine.models.native.weights import NativeModel
 EPSILON = 1e-6
 
 
-def ready_to_decode(model: NativeModel) -> None:
-    """Compile the kernels that one thread calls for a prompt and for a token."""
+def ready_to_decode(model: NativeModel, *, int8: bool = False) -> None:
+    """Compile the kernels that one thread calls for a prompt and for a token; `int8` as in `NativeModel.pack`."""
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
         compiled.swiglu(torch.ones(1, 2, dtype=products), model.dtype)
     # Use the model's own weights, which may be stored in another format than `model.dtype`.
     weight_OI = model.head.weight_OI[:LANES]
-    Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
+    for each in {False, int8}:
+        Packed(weight_OI, None, int8=each).product(torch.ones_like(weight_OI[:1]), None)
+    compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64), 1)
     from groupwise.engine.models.native import kernels
 
     no_norm, size = np.empty(0, np.float32), LANES
@@ -55,3 +57,5 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
     compiled.swiglu(gate_up_N2F, dtype)
     compiled.swiglu_with_gradient(gate_up_N2F, y_NF)
+    likeliest_N = torch.zeros(1, dtype=torch.int64)
+    compiled.head_numbers(y_NF, torch.ones(1), likeliest_N, gradient=True, entropy_CV=None)

@@ -80,12 +80,13 @@ class VectorCode:
         fma = self.function("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
         return self.builder.call(fma, [left, right, total])
 
-    def prefetch(self, address: Any, offset: Any) -> None:
-        """Start to fetch the memory there into all caches."""
+    def prefetch(self, address: Any, offset: Any, *, first_cache: bool = True) -> None:
+        """Start to fetch the memory there into all caches, or into all but the first."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
-        reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))
-        self.builder.call(fetch, [self.at(address, offset, BYTE), reading, all_caches, data])
+        numbers = (0, 3 if first_cache else 2, 1)
+        reading, locality, data = (ir.Constant(INT, number) for number in numbers)
+        self.builder.call(fetch, [self.at(address, offset, BYTE), reading, locality, data])
 
     def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
         """The sums after running `body` `count` times, which may be 0."""
@@ -96,7 +97,7 @@ class VectorCode:
         builder.position_at_end(check)
         index = builder.phi(LONG)
         index.add_incoming(self.number(0), entry)
-        now = [builder.phi(FLOATS) for _ in sums]
+        now = [builder.phi(begun.type) for begun in sums]
         for phi, begun in zip(now, sums, strict=True):
             phi.add_incoming(begun, entry)
         builder.cbranch(builder.icmp_signed("<", index, count), inside, end)

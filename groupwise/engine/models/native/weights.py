@@ -93,6 +93,8 @@ class NativeModel:
             epsilon=config.rms_norm_eps,
         )
         self.packed = False
+        cache = model.weight_cache if isinstance(model, CausalLM) else None
+        self._cache = cache if cache is not None and cache.is_current() else None
         self.dtype = model.dtype
         self.device = model.device
         self.compiled = self.device.type == "cpu"
@@ -121,6 +123,7 @@ class NativeModel:
     @torch.no_grad()
     def take_weights(self, model: CausalModel) -> None:
         """Take the weights that the model has now, in the same memory, which recordings read: those that are no views of its modules'."""
+        self._cache = None
         modules, body = dict(model.named_modules()), cast("Any", model.get_decoder())
         for linear in self.products:
             for part in linear.parts:
@@ -143,13 +146,32 @@ class NativeModel:
             self._shift_head(self._probe_logits(None))
         self.packed = False
 
-    def pack(self) -> None:
-        """Also keep all weights in the order for decoding on a CPU, unless that has been done."""
+    def pack(self, *, int8: bool = False) -> None:
+        """Also keep all weights in the order for decoding on a CPU, unless that has been done; with `int8` the layers' as whole numbers."""
         if self.packed or not self.compiled:
             return
+        cached = {} if self._cache is None else self._cache.tensors("decoding")
         for linear in self.products:
-            linear.pack()
+            as_int8 = int8 and linear is not self.head
+            linear.pack(None if as_int8 else cached.get(linear.cache_name), int8=as_int8)
         self.packed = True
+
+    def release_decoding(self) -> None:
+        """Call when nothing is decoded for a while: see `WeightCache.release`."""
+        if self._cache is not None:
+            self._cache.release("decoding")
+
+    def write_cache(self) -> None:
+        """Write what was computed of the model's files for later processes, if it is not cached yet."""
+        if self._cache is None or not self._cache.is_current():
+            return
+        matrices = {linear.cache_name: linear.weight_OI for linear in self.products}
+        tiles = {
+            linear.cache_name: linear.tiles for linear in self.products if linear.tiles is not None
+        }
+        wrote = self._cache.write("matrices", {**self._cache.parameters, **matrices})
+        if wrote and len(tiles) == len(matrices):
+            self._cache.write("decoding", tiles)
 
     @property
     def products(self) -> list[Linear]:
@@ -256,11 +278,14 @@ class NativeModel:
         for number, module in enumerate(modules[:interleaved]):
             starts = torch.arange(0, module.out_features, size, device=self.device)
             orders[number] = (starts[:, None] + _interleaved_order(size, self.device)).flatten()
-        weights = [
-            _permute(module.weight.detach(), order)
-            for module, order in zip(modules, orders, strict=True)
-        ]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        cached = {} if self._cache is None else self._cache.tensors("matrices")
+        weight = cached.get(f"{path}.{name}.{children[0]}")
+        if weight is None:
+            weights = [
+                _permute(module.weight.detach(), order)
+                for module, order in zip(modules, orders, strict=True)
+            ]
+            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         parts: list[Part] = []
         start = 0
         for child, module, order in zip(children, modules, orders, strict=True):
@@ -326,6 +351,14 @@ def native_model(model: CausalModel, *, anew: bool = False) -> NativeModel | Non
     elif anew and (native := _native_models[model]) is not None:
         native.take_weights(model)
     return _native_models[model]
+
+
+def write_weight_caches() -> None:
+    """Call `NativeModel.write_cache` of all models of this process."""
+    for native in list(_native_models.values()):
+        if native is not None:
+            native.write_cache()
+            native.release_decoding()
 
 
 def refusal(model: CausalModel) -> str | None:

@@ -39,15 +39,16 @@ NO_NORM = np.empty(0, np.float32)
 class NativeEngine:
     """A `groupwise.engine.sampler.engine.DecodeEngine` over a model of the Llama family."""
 
-    def __init__(self, model: NativeModel, weights: ServedWeights) -> None:
+    def __init__(self, model: NativeModel, weights: ServedWeights, *, int8: bool = False) -> None:
         self.rows: list[DecodeRow] = []
         self._model = model
         self._weights = weights
+        self._int8 = int8
         self._completions = CompletionCache(model)
         self._several: Adapter | None = None
         self._few: Adapter | None = None
         self.refresh()
-        ready_to_decode(self._model)
+        ready_to_decode(self._model, int8=int8)
 
     @property
     def shift(self) -> float:
@@ -112,7 +113,7 @@ class NativeEngine:
 
     def refresh(self) -> None:
         """See `DecodeEngine.refresh`."""
-        model = self._weights.native()
+        model = self._weights.native(int8=self._int8)
         assert model is not None, "a model that was native stays so, whatever its weights are"
         self._model = model
         factors = self._weights.factors()

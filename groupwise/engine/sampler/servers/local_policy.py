@@ -1,6 +1,8 @@
 """The policy that servers must serve, in the memory of this process: the learner's base with the published weights, read from the files.
 
-The sampler compares the servers' log-probabilities with its own, and servers that take weights from memory get them from here.
+The sampler compares the servers' log-probabilities with its own, and servers that take weights from memory get them from here. If weights
+are divided among learners, each has a policy of its own parts: all compute log-probabilities and the fingerprint together, and
+`contribute_parts` while the first one broadcasts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.errors import EndpointError, ModelError
 from groupwise.core.types import RouterShape
+from groupwise.engine.models.divided import WholeTensors, gathered
 from groupwise.engine.models.experts import experts_of, router_shape
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.machine import engine_products
@@ -80,7 +83,7 @@ class TorchPolicy:
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights that are in memory now."""
-        return fingerprint(self._weights.tensors())
+        return fingerprint(WholeTensors(self._weights.tensors()))
 
     def give_back_memory(self) -> None:
         """Free the GPU's memory that torch keeps for later tensors."""
@@ -120,7 +123,16 @@ class TorchPolicy:
 
     def broadcast_weights(self, server: str, timeout: float) -> None:
         """Send all weights while the workers take them; see `nccl.TransferGroup.broadcast`."""
-        self._group(server).broadcast(self._whole_weights().values(), timeout)
+        tensors = gathered(self._whole_weights())
+        try:
+            self._group(server).broadcast(tensors, timeout)
+        finally:
+            for _ in tensors:  # after a failure the other learners still contribute the rest
+                pass
+
+    def contribute_parts(self) -> None:
+        """Contribute this learner's parts while the first learner broadcasts."""
+        WholeTensors(self._weights.tensors()).contribute_parts()
 
     def close_group(self, server: str) -> None:
         """End the group with a server, if there is one; a call that waits in it fails."""
@@ -135,7 +147,7 @@ class TorchPolicy:
         return group
 
     def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by their names in the files. Raises ModelError if some are not held as the files have them."""
+        """All weights, or this learner's parts, by their names in the files. Raises ModelError for names that the files do not have."""
         if experts_of(self._weights.model):
             raise ModelError(
                 f"lora is null, and a vLLM server would take the weights of a {self._weights.model.config.model_type} from the "
@@ -162,7 +174,7 @@ class TorchPolicy:
             acting = (
                 weights.adapted.using(None) if isinstance(weights, ServedAdapter) else nullcontext()
             )
-        with explaining_out_of_memory("comparing with the server"), torch.inference_mode(), acting:
+        with explaining_out_of_memory("comparing with the server"), torch.no_grad(), acting:
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
         after_BT = torch.zeros(ids_BT[:, 1:].shape, dtype=torch.bool)
         for row, (prompt, tokens) in enumerate(answers):

@@ -33,6 +33,8 @@ NUMBER_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """Values of ncclDataType_t."""
 POLL = 0.002
 """Seconds between two looks at a collective that is under way."""
+MAX_UNSENT = 1 << 30
+"""Bytes after which a broadcast waits until they have been sent, so that tensors that are gathered for it do not fill the GPU."""
 ABORT_TIMEOUT = 5.0
 """Seconds for which an abort is waited for; it may block if the GPU does not come to rest."""
 
@@ -132,8 +134,10 @@ class NcclGroup:
         with self._in_use, torch.cuda.device(self._device):
             deadline = time.monotonic() + timeout
             stream = cuda_stream(self._device)
+            unsent: list[Tensor] = []  # so that their memory is not used for other tensors
             for tensor in tensors:
                 assert tensor.is_contiguous()
+                stream.wait_stream(torch.cuda.current_stream(self._device))  # which gathers it
                 pointer = ctypes.c_void_p(tensor.data_ptr())
                 code = self._nccl.ncclBroadcast(
                     *(pointer, pointer, ctypes.c_size_t(tensor.numel())),
@@ -141,7 +145,11 @@ class NcclGroup:
                     ctypes.c_void_p(stream.cuda_stream),
                 )
                 self._check(code, "ncclBroadcast")
-                if code == IN_PROGRESS:  # the next call must wait until this one is enqueued
+                unsent.append(tensor)
+                if sum(each.nbytes for each in unsent) > MAX_UNSENT:
+                    self._wait("take the weights", deadline, stream.query)
+                    unsent.clear()
+                elif code == IN_PROGRESS:  # the next call must wait until this one is enqueued
                     self._wait("take the weights", deadline)
             self._wait("take the weights", deadline, stream.query)
 

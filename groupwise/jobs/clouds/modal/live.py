@@ -11,13 +11,13 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from groupwise.core.extras import not_installed
 from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
 
 if TYPE_CHECKING:
     from modal import Client
 
-INSTALL = "Modal is asked by its own package: pip install 'groupwise[modal]'"
 NO_TOKEN = "there is no token of Modal here: `modal token new` gets one, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
 
 
@@ -33,7 +33,7 @@ class LiveModal:
     @cached_property
     def _token(self) -> tuple[str, str] | None:
         if find_spec("modal") is None:
-            raise RunnerRefused("modal", INSTALL)
+            raise RunnerRefused("modal", not_installed("This", "modal", "modal"))
         from modal.config import config
 
         uses_profile = self._profile is not None

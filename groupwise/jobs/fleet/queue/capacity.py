@@ -1,8 +1,9 @@
 """Capacity: the resources of the fleet that are free.
 
 `view` reads machines, GPUs and open reservations into the dataclasses of `placement.py`, together with the capacity withheld for
-long-waiting jobs and each project's use of its quota. `claim.py` places jobs on it, `requeue_pending.py` checks which pending jobs could
-start, `pending_reasons.py` derives from it why a job waits.
+long-waiting jobs and each project's use of its quota. `pending_reasons.py` derives from it why a job waits. `claim.py` places jobs, and
+`requeue_pending.py` checks which pending jobs could start; both need the machines with room alone, so they take `view_of_room`, which
+leaves full machines in the database.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import Select, case, exists, func, or_, select
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import UNPREPARED
+from groupwise.api.schemas.fleet import MOST_SLOTS, UNPREPARED
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.queue.elastic import elastic_of
@@ -53,6 +54,8 @@ MAX_LONG_WAITING = 16
 """Long-waiting jobs for which capacity is withheld at once; those for which none could be withheld do not count."""
 MOST_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
+MOST_NAMED = 1000
+"""Maximum of machines that a query names; if more have room, the whole fleet is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Quota:
 
 @dataclass(slots=True)
 class View:
-    """Free capacity at one moment, less the bookings by `take` since."""
+    """Free capacity at one moment, less the bookings by `take` since. Machines that it lacks are read when a job needs them."""
 
     now: float
     machines: dict[str, Machine]
@@ -92,6 +95,10 @@ class View:
     """Quotas of the projects that have one."""
     roomy: set[str] | None = None
     """Machines that have anything free, fewer with each booking. None: not computed yet."""
+    unread: Session | None = None
+    """Reads the other machines; None: there are none. `machines` has all with an engine or a GPU that is not held whole."""
+    lacks_slots: bool = False
+    """Machines with a free CPU slot are among the unread ones."""
 
     def look(
         self,
@@ -101,6 +108,7 @@ class View:
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
         """Find room for a job, or return the reasons why there is none."""
+        self._read_all()
         if (quota_reason := self.over_quota(resources, project)) is not None:
             return quota_reason
         open_machines = self._machines_open_to(resources, project, self.machines.values())
@@ -117,6 +125,10 @@ class View:
         """The same placement without reasons. Faster: machines with nothing free, which are most of a full fleet, are skipped."""
         if self.over_quota(resources, project):
             return None
+        if resources.oversubscribe:
+            self._read_all()
+        elif not resources.gpu_count:
+            self._read_slots()
         machines = self.machines.values() if resources.oversubscribe else self._machines_with_room()
         open_to_it = self._machines_open_to(resources, project, machines)
         return room(resources, open_to_it, self.held_before(key), avoid)
@@ -137,7 +149,28 @@ class View:
     def is_full(self, after: RankKey | None = None) -> bool:
         """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
         held_before = NOTHING_HELD if after is None else self.held_before(after)
-        return not any(has_room(machine, held_before) for machine in self._machines_with_room())
+        if any(has_room(machine, held_before) for machine in self._machines_with_room()):
+            return False
+        slots_elsewhere = self.unread if self.lacks_slots else None
+        return slots_elsewhere is None or slots_elsewhere.scalar(_FREE_SLOTS.limit(1)) is None
+
+    def _read_slots(self) -> None:
+        """Read the machines with a free CPU slot."""
+        if self.unread is not None and self.lacks_slots:
+            self._read(self.unread, _at_most_named(self.unread, _FREE_SLOTS))
+            self.lacks_slots = False
+
+    def _read_all(self) -> None:
+        """Read all machines that were not read yet."""
+        if self.unread is not None:
+            self._read(self.unread, None)
+
+    def _read(self, session: Session, vm_ids: Collection[str] | None) -> None:
+        """Read these machines, or all; those that are here already keep their bookings."""
+        self.machines = machines(session, self.now, vm_ids) | self.machines
+        self.roomy = None
+        if vm_ids is None:
+            self.unread = None
 
     def _machines_with_room(self) -> list[Machine]:
         if self.roomy is None:
@@ -211,6 +244,11 @@ class View:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other_key != key for other_key, _ in self.held):
             held_before = self.held_before(key)
+            if not resources.gpu_count:
+                self._read_slots()
+            if resources.machines > 1:
+                self._read_all()  # it may take full machines in addition to those with room
+            # For a single machine, least is missing on those with room; what is withheld on full ones could not be placed now anyway.
             open_machines = self._machines_open_to(resources, project, self.machines.values())
             withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
             if withheld.gpus or withheld.slots:
@@ -238,6 +276,49 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
         for name, max_gpus in _read_quotas(session, counted_projects).items()
     }
     return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
+
+
+def view_of_room(session: Session, projects: Collection[str]) -> View:
+    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little."""
+    now = seconds(session)
+    waiting_jobs = _long_waiting_jobs(session, now)
+    counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
+    names = _at_most_named(session, _FREE_GPUS)
+    return View(
+        now,
+        machines(session, now, names),
+        deque(waiting_jobs),
+        quotas=quotas(session, counted_projects),
+        unread=None if names is None else session,
+        lacks_slots=True,
+    )
+
+
+def _at_most_named(session: Session, query: Select[str]) -> list[str] | None:
+    """The machines that the query finds; None if they are too many to name."""
+    names = list(session.scalars(query.limit(MOST_NAMED + 1)))
+    return None if len(names) > MOST_NAMED else names
+
+
+_OPEN = Reservation.released_at.is_(None)
+_HELD_WHOLE = exists().where(
+    Reservation.gpu_id == GPU.gpu_id, _OPEN, Reservation.share_mb.is_(None)
+)
+_FREE_GPU = exists().where(
+    GPU.vm_id == VM.vm_id,
+    GPU.observed == Observed.OK,
+    GPU.quarantine_reason.is_(None),
+    ~_HELD_WHOLE,
+)
+_FREE_GPUS = select(VM.vm_id).where(VM.active, or_(VM.engine.is_not(None), _FREE_GPU))
+"""Machines with an engine, or with a GPU that no job holds whole."""
+_TAKEN_SLOTS = (
+    select(func.count())
+    .where(Reservation.vm_id == VM.vm_id, _OPEN, Reservation.slot < MOST_SLOTS)
+    .scalar_subquery()
+)
+_FREE_SLOTS = select(VM.vm_id).where(VM.active, func.coalesce(VM.cpu_slots, 1) > _TAKEN_SLOTS)
+"""Machines with a CPU slot that no job holds."""
 
 
 def machines(

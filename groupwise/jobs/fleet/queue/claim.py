@@ -1,10 +1,10 @@
 """Claiming jobs from the queue: one transaction creates attempts and books machines, another marks the jobs that found no room.
 
 A dispatcher calls `claim`. It takes the best-ranked jobs that may start, locked so that no other dispatcher takes them too, reads the
-fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
-them again and books the capacity that is still free: attempt, members, reservations and the job's change to running. A job whose place was
-taken meanwhile stays queued for the next round. The database itself refuses a second reservation of a GPU, and then only that job is
-rolled back.
+machines with room once (`capacity.view_of_room`) and plans where each would go. Then it locks the machines of that plan, in the order of
+their names, reads them again and books the capacity that is still free: attempt, members, reservations and the job's change to running. A
+job whose place was taken meanwhile stays queued for the next round. The database itself refuses a second reservation of a GPU, and then
+only that job is rolled back.
 
 Jobs that found no room become pending, with all queued ones of the same shape, so that the head of the queue never fills up with jobs that
 cannot start. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
@@ -124,7 +124,7 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     locked_projects = capacity.lock_quotas(
         session, projects
     )  # the bookings below count against them
-    view = capacity.view(session, projects)
+    view = capacity.view_of_room(session, projects)
     plan.projects.update(projects)
     plan.quotas.update({name: view.quotas[name] for name in locked_projects})
     is_drained = _place_all(session, view, plan, jobs, limit)

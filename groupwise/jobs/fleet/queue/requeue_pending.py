@@ -22,7 +22,7 @@ from dataclasses import replace
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.queue.capacity import View, machines, quotas, view
+from groupwise.jobs.fleet.queue.capacity import View, machines, quotas, view_of_room
 from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS
 from groupwise.jobs.fleet.queue.resource_shapes import (
     PENDING,
@@ -86,7 +86,7 @@ def wake(
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
         view_of_machines = View(now, machines(session, now, vm_ids))
     else:
-        view_of_machines = view(session, projects)
+        view_of_machines = view_of_room(session, projects)
     return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
 
 
@@ -120,7 +120,7 @@ def wake_unnoticed(session: Session, fleet_view: View | None) -> int:
         return woken_count
     projects = {job.project for job in waiting_jobs}
     if fleet_view is None:
-        fleet_view = view(session, projects)
+        fleet_view = view_of_room(session, projects)
     else:
         fleet_view = replace(fleet_view, quotas=quotas(session, projects))
     return woken_count + _wake_in_order(session, fleet_view, waiting_jobs, "capacity")

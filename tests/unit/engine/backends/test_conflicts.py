@@ -80,6 +80,7 @@ def test_a_tinker_service_decides_how_it_computes(load: Any, word: str) -> None:
 @pytest.mark.parametrize("word", [
     "sampler.temperature=0.7", "sampler.temperature_schedule={}", "sampler.min_completion_length=2", "sampler.max_num_seqs=8",
     "algorithm.entropy_coef=0.1", "algorithm.entropy_advantage=0.1", "algorithm.top_entropy_quantile=0.5", "sampler.enforce_eager=true",
+    "sampler.quantization=int8",
 ])  # fmt: skip
 def test_what_tinkers_calls_cannot_say_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):

@@ -5,9 +5,12 @@
 3. Checkpoints go to and fro between ranks and one process.
 4. Dropout differs between ranks; without it nothing is drawn.
 5. Replicas that come apart stop the run.
+6. All ranks get calls from several threads in the same order.
 """
 
 import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from groupwise.algorithms.registry import make
 from groupwise.core.errors import RunError
 from groupwise.core.types import OptimiserParams, Row
+from groupwise.engine.distributed.rpc import WorkerCalls
 
 LOSS = make("dr_grpo", {}).loss_spec()
 STEP = OptimiserParams(learning_rate=0.01)
@@ -143,3 +147,37 @@ async def test_slopes_and_memory_are_told(fresh):
     alone, two = fresh
     assert await two.slopes(1e-3) == await alone.slopes(1e-3) != []
     assert two.peak_memory("cpu") > alone.peak_memory("cpu") > 0
+
+
+class SlowToSend(WorkerCalls):
+    """Notes the calls of each of two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 2
+        self.received = ([], [])
+
+    def _start_call(self, rank, name, arguments):
+        self.received[rank].append(name)
+        time.sleep(0.001)
+        answered = Future()
+        answered.set_result(None)
+        return 0, answered
+
+
+def test_calls_from_several_threads_reach_all_ranks_in_the_same_order():
+    ranks = SlowToSend()
+    together = [(rank, "together", ()) for rank in range(2)]
+
+    def work(mine):
+        for number in range(20):
+            if mine:
+                asyncio.run(ranks.call_together(together))
+            else:
+                ranks.call_all_now(str(number))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, (True, False)))
+    first, second = ranks.received
+    assert first == second
+    assert len(first) == 40

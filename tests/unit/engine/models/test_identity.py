@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from groupwise.engine.models import identity as module
+from groupwise.engine.models import files
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS
 from groupwise.engine.models.identity import identity
@@ -49,8 +49,8 @@ def test_weights_and_config_count_but_not_the_version_that_wrote_it(folder):
 
 
 def test_a_large_file_is_sampled_from_its_beginning_to_its_end(folder, monkeypatch):
-    monkeypatch.setattr(module, "WHOLE", 100)
-    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(files, "WHOLE", 100)
+    monkeypatch.setattr(files, "BLOCK", 64)
     first = named(folder)
     for place in (30, -1):  # the list of tensors; the last number
         whole = bytearray((folder / FULL_WEIGHTS).read_bytes())

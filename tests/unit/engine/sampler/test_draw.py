@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.types import SamplingParams
+from groupwise.engine.sampler import draw as draw_module
 from groupwise.engine.sampler.draw import BLOCK, draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.rules import uniform
 
@@ -137,6 +138,19 @@ def test_logits_that_are_no_numbers_show_in_the_log_probability():
     tokens, logprobs = draw_tokens(logits, torch.ones(3), torch.full((3,), 0.99).double())
     assert int(tokens.max()) < 300
     assert torch.isfinite(logprobs).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_the_kernel_draws_what_torch_draws(vocabulary, monkeypatch):
+    logits, temperatures = random_logits(60, vocabulary), torch.linspace(0.2, 2, 60)
+    temperatures[::7] = 0
+    logits[::3, 1::5] = -torch.inf
+    uniforms = torch.tensor([uniform(5, row) for row in range(60)], dtype=torch.float64)
+    tokens, logprobs = draw_tokens(logits, temperatures, uniforms)
+    monkeypatch.setattr(draw_module, "numba_works", lambda: False)
+    wanted, wanted_logprobs = draw_tokens(logits, temperatures, uniforms)
+    assert torch.equal(tokens, wanted)
+    torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-6, rtol=1e-6)
 
 
 FREE = SamplingParams(9)

@@ -137,7 +137,7 @@ async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
         EarlyStoppingCallback(early_stopping_patience=2),
         begun=False,
         step=2,
-        curves={"loss": [(0, 0.5), (1, 0.25)]},
+        curves={"loss": [(1, 0.5), (2, 0.25)]},
     )
     again.callbacks.load_state(one.callbacks.state())
     await again.begin()

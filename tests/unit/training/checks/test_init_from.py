@@ -232,7 +232,9 @@ X = {"dataset_split": "x"}
     ('load_dataset("a/b", split="train")', {"dataset_name": "a/b"}, False),
     ('load_dataset("a/b", "m", revision="c")["x"]', {"dataset_name": "a/b", "dataset_config": "m", "dataset_revision": "c", **X}, False),
     ('load_dataset("json", data_files="a.jsonl", split="x").shuffle(seed=1)', {"dataset_name": "a.jsonl", **X}, False),
-    ('load_dataset("a/b", split="x").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", **X, "test_split_size": 0.1}, True),
+    ('load_dataset("a/b").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.1}, False),
+    ('load_dataset("a/b").train_test_split(train_size=0.7, seed=1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.3}, False),
+    ('load_dataset("a/b").train_test_split()["train"].select(range(9))', {"dataset_name": "a/b", "test_split_size": 0.25}, True),
     ('load_dataset("a/b", split="x").map(f).filter(g)', {"dataset_name": "a/b", **X}, True), ("Dataset.from_list([])", None, True),
     ("made_by_a_function()", {"dataset_name": "in/it", **X}, True), ("load_dataset(name_of(), split='x')", None, True),
 ])  # fmt: skip

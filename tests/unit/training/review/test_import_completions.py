@@ -64,9 +64,9 @@ def test_groups_rewards_and_metrics_are_those_of_the_log(logged: Path, tmp_path:
         {"note": "n"},
     )
     assert second.example.index == 1
-    assert entropies["entropy"] == [(0, 2.5), (2, 1.5)]
-    assert entropies["frac_reward_zero_std"] == [(0, 0.5), (2, 0.5)]
-    assert entropies["completions/mean_length"] == [(2, 7.0)]
+    assert entropies["entropy"] == [(1, 2.5), (3, 1.5)]
+    assert entropies["frac_reward_zero_std"] == [(1, 0.5), (3, 0.5)]
+    assert entropies["completions/mean_length"] == [(3, 7.0)]
 
 
 def test_the_command_takes_any_file_with_these_columns(

@@ -70,8 +70,8 @@ def record(runs: Path) -> bytes:
 def test_totals_agreement_and_places(runs):
     before = record(runs)
     found = judged(runs, "length")
-    assert list(found.steps) == [0, 1, 2]
-    first, last = found.steps[0], found.steps[2]
+    assert list(found.steps) == [1, 2, 3]
+    first, last = found.steps[1], found.steps[3]
     assert (first.rollouts, first.scored, first.old, first.new) == (8, 8, 2.5, 2.5)
     assert (first.correlation, first.agreement, first.moved) == (pytest.approx(1), 1.0, 0)
     assert (last.rollouts, last.scored, last.failed) == (8, 7, 0)
@@ -110,8 +110,8 @@ def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
     lost = [row for row in raised.rows() if row.new is None]
     assert {(row.draw, row.new_outcome) for row in lost} == {(2, "failed")}
     assert "two is too much" in (lost[0].reason or "")
-    assert raised.steps[1].failed == 4
-    hung = judged(in_workers, "hangs_at_one", step=0)
+    assert raised.steps[2].failed == 4
+    hung = judged(in_workers, "hangs_at_one", step=1)
     assert {(row.draw, row.new_outcome) for row in hung.rows()} == {(0, "scored"), (1, "timed_out")}
     assert hung.overall.scored == 4
 
@@ -135,7 +135,7 @@ def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, b
 
 def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
     a_run(tmp_path, keep_tokens=False)
-    assert judged(tmp_path, "length", step=0).overall.new == 2.5
+    assert judged(tmp_path, "length", step=1).overall.new == 2.5
     with pytest.raises(TaskError, match=r"`ids` .* completion_ids"):
         judged(tmp_path, "ids")
 
@@ -144,8 +144,8 @@ def test_what_cannot_be_done_is_said(runs):
     for given in ({}, {"task": REWARDS, "rewards": ["x:y"]}):
         with pytest.raises(UsageError, match="--task-module or --rewards"):
             rescore("r", runs_dir=runs, **given)
-    with pytest.raises(RunNotFoundError, match="no step 3"):
-        judged(runs, "length", step=3)
+    with pytest.raises(RunNotFoundError, match="no step 4"):
+        judged(runs, "length", step=4)
     with pytest.raises(TaskError, match="Did you mean `length`"):
         judged(runs, "lengt")
     with pytest.raises(TaskError, match="environment gave"):

@@ -69,19 +69,19 @@ def head_numbers(logits_CV, temperatures_C, targets_C, *, gradient, entropy_CV):
     return normaliser, entropies, scaled.argmax(-1)
 
 
-@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16), (5, None)])
+@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16), (5, "numba"), (5, "triton")])
 @pytest.mark.parametrize("withheld", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("several", [None, 3])
 def test_values_and_gradients(monkeypatch, model, several, entropy_gradient, withheld, chunk, rows):
     monkeypatch.setattr(head, "CHUNK", chunk)
     monkeypatch.setattr(shared, "CHUNK", chunk)
-    if rows is None:  # as on a GPU
-        monkeypatch.setattr(
-            shared, "kernels_for", lambda _: SimpleNamespace(head_numbers=head_numbers)
-        )
-    else:
+    if rows == "triton":
+        kernels = SimpleNamespace(head_numbers=head_numbers)
+        monkeypatch.setattr(shared, "_kernels_for", lambda _: kernels)
+    elif rows != "numba":
         monkeypatch.setattr(shared, "ROWS_IN_CACHE", rows)
+        monkeypatch.setattr(shared, "numba_works", lambda: False)
     wanted = asked(
         entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True, several=several
     )

@@ -33,7 +33,7 @@ def test_formats():
 
 def test_numba_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert "pip install numba" in str(refusal(torch.float32))
+    assert "pip install 'groupwise[train]'" in str(refusal(torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["ImportError", "OSError"])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from groupwise.engine.models.native import products
-from groupwise.engine.models.native.packed import Packed, in_parts
+from groupwise.engine.models.native.packed import Packed, in_parts, quantized, rotated
 
-HALVES, FLOATS = "float32 of bfloat16 numbers", "float32"
-KINDS = ["pairs", "widened", HALVES, FLOATS]
+HALVES, FLOATS, INT8 = "float32 of bfloat16 numbers", "float32", "int8"
+NEEDS_VNNI = pytest.mark.skipif(not products.HAS_VNNI, reason="needs a CPU with AVX512_VNNI")
+KINDS = ["pairs", "widened", HALVES, FLOATS, pytest.param(INT8, marks=NEEDS_VNNI)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -24,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(params=KINDS)
 def kind(request, monkeypatch) -> str:
     """Numbers in bfloat16 are multiplied in pairs, where the processor has an instruction for it, or widened."""
-    monkeypatch.setattr(products, "USE_PAIRS", request.param == "pairs")
+    monkeypatch.setattr(products, "USE_PAIRS", request.param in ("pairs", INT8))
     return request.param
 
 
@@ -45,8 +46,23 @@ def placed(kind: str, inputs: int, ranks: tuple[int, ...], columns: tuple[int, .
     ]
 
 
-def exact(weight: Tensor, bias: Tensor | None, x: Tensor, parts) -> Tensor:
+def packed(kind: str, weight: Tensor, bias: Tensor | None = None) -> Packed:
+    return Packed(weight, bias, int8=kind == INT8)
+
+
+def by_whole_numbers(weight: Tensor, x: Tensor) -> Tensor:
+    """The product with weights and rows in int8, by torch: whole sums, and then two roundings."""
+    q_OI, scales_O = quantized(weight)
+    rotated_NI = rotated(x)
+    peaks_N1 = rotated_NI.abs().amax(1, keepdim=True)
+    sums_NO = (rotated_NI * (127 / peaks_N1)).round().double() @ q_OI.double().t()
+    return sums_NO.float() * (peaks_N1 / 127) * scales_O
+
+
+def exact(kind: str, weight: Tensor, bias: Tensor | None, x: Tensor, parts) -> Tensor:
     found = x.double() @ weight.double().t()
+    if kind == INT8:
+        found = by_whole_numbers(weight, x).double()
     if bias is not None:
         found += bias.double()
     for start, end, down, up in parts:
@@ -58,7 +74,9 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
     found = product.product(x, product.low_rank(parts) if parts else None)
     assert found.dtype == torch.float32
     assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), exact(weight, bias, x, parts), rtol=1e-5, atol=3e-4)
+    torch.testing.assert_close(
+        found.double(), exact(kind, weight, bias, x, parts), rtol=1e-5, atol=3e-4
+    )
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (8, True), (40, True)])
@@ -71,13 +89,13 @@ def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
     bias_O = given(kind, 64, seed=1) if bias else None
     x = given(FLOATS, rows, 50, seed=2).to(weight.dtype)
     parts = placed(kind, 50, ranks, columns)
-    assert_exact(kind, Packed(weight, bias_O), weight, bias_O, x, parts)
+    assert_exact(kind, packed(kind, weight, bias_O), weight, bias_O, x, parts)
 
 
 def test_several_threads_make_the_same_bits(kind):
     weight = given(kind, 16 * 50 + 3, 30)
     x = given(FLOATS, 16, 30, seed=2).to(weight.dtype)
-    product = Packed(weight, None)
+    product = packed(kind, weight)
     low = product.low_rank(placed(kind, 30, (5, 7), (0, 400, 803)))
     wanted = product.product(x, low)
     before = torch.get_num_threads()
@@ -90,7 +108,7 @@ def test_several_threads_make_the_same_bits(kind):
 
 def test_a_row_is_the_same_among_any_others(kind):
     weight = given(kind, 64, 50)
-    product = Packed(weight, None)
+    product = packed(kind, weight)
     low = product.low_rank(placed(kind, 50, (8, 8), (0, 32, 64)))
     x = given(FLOATS, 40, 50, seed=2).to(weight.dtype)
     whole = product.product(x, low)
@@ -102,11 +120,26 @@ def test_what_is_no_number_is_not_hidden(kind):
     weight = given(kind, 64, 50)
     x = given(FLOATS, 8, 50).to(weight.dtype)
     x[3, 7] = torch.nan
-    found = Packed(weight, None).product(x, None)
+    found = packed(kind, weight).product(x, None)
     assert found[3].isnan().all()
     assert found[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     weight[5, 1] = torch.inf
-    assert not Packed(weight, None).product(x, None)[:, 5].isfinite().any()
+    assert not packed(kind, weight).product(x, None)[:, 5].isfinite().any()
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_equal_to_torch_and_near_to_the_exact_product(dtype):
+    """With an outlier in the input, whose scale would leave the others without steps if the row were not rotated."""
+    weight, x = random(96, 900).to(dtype), random(24, 900, seed=1)
+    x[:, 7] += 100
+    x[0] = 0
+    x = x.to(dtype)
+    found = Packed(weight, None, int8=True).product(x, None)
+    assert torch.equal(found[0], torch.zeros(96))
+    assert torch.equal(found[1:], by_whole_numbers(weight, x[1:]))
+    exact_NO = x.double() @ weight.double().t()
+    assert (found - exact_NO).square().mean().sqrt() < 0.015 * exact_NO.std()
 
 
 @pytest.fixture(params=[1, 2, 3])

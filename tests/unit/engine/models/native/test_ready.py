@@ -24,7 +24,7 @@ from groupwise.engine.sampler.weights import ServedAdapter
 from tests.unit.engine.models.native.families import adapted, family
 
 KEPT = {
-    kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend"),
+    kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend", "quantize"),
     products: ("narrow", "product"),
 }
 FORMATS = [torch.bfloat16, torch.float32]
@@ -48,16 +48,21 @@ def called(monkeypatch) -> set[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.parametrize(
+    "int8",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not products.HAS_VNNI, reason="no VNNI"))],
+)
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_a_sampler(called, numbers):
+def test_a_sampler(called, numbers, int8):
     weights = ServedAdapter(adapted(family("qwen3", dtype=numbers)))
-    weights.native()
+    weights.native(int8=int8)
     called.clear()
-    sampler = TorchSampler(weights, tiny_tokenizer(), DecodeLayout(8, 32))
+    sampler = TorchSampler(weights, tiny_tokenizer(), DecodeLayout(8, 32), int8=int8)
     before = {*called}
     request = GroupRequest(0, (5, 6, 7, 8), (1, 2, 3), SamplingParams(12))
     asyncio.run(sampler.generate(request))
-    assert {name for name, *_ in called} == {"norm", "swiglu", "attend", "product"}
+    used = {"norm", "swiglu", "attend", "product"} | ({"quantize"} if int8 else set())
+    assert {name for name, *_ in called} == used
     assert called == before
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
+from groupwise.core.errors import ModelError
 from groupwise.core.types import GroupRequest, SamplingParams
+from groupwise.engine.models.native import products
 from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.weights import NativeModel, native_model, refusal
-from groupwise.engine.models.tiny import tiny_tokenizer
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedModel
@@ -41,6 +43,14 @@ def sampler(model: Any, **how: Any) -> TorchSampler:
 
 
 # Refused
+
+
+def test_int8_is_refused_where_it_cannot_be(monkeypatch):
+    with pytest.raises(ModelError, match="computed by transformers"):
+        sampler(tiny_model(), int8=True, native=False)
+    monkeypatch.setattr(products, "HAS_VNNI", False)
+    with pytest.raises(ModelError, match="AVX512_VNNI"):
+        sampler(family("llama"), int8=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)

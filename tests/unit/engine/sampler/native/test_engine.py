@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 
 from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
+from groupwise.engine.models.native import products
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt
@@ -76,7 +77,7 @@ def weights_of(
 def as_on_a_gpu(monkeypatch):
     """Torch alone computes: no kernels of our own for what stands between products, and no weights in another order."""
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
-    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+    monkeypatch.setattr(NativeModel, "pack", lambda self, *, int8: None)
 
 
 def by(*kinds: str) -> Any:
@@ -89,16 +90,19 @@ def kind(request) -> str:
     """What computes; as on a GPU where it is for one."""
     if request.param in ("graph", "recorded"):
         request.getfixturevalue("as_on_a_gpu")
+    if request.param == "int8" and not products.HAS_VNNI:
+        pytest.skip("needs a CPU with AVX512_VNNI")
     return request.param
 
 
 def engine_of(weights: ServedWeights, kind: str, *, slots: int = 16, key_length: int = 700):
     if kind == "transformers":
         return SlotEngine(weights, slots, min(key_length, 180))
-    model = weights.native()
+    int8 = kind == "int8"
+    model = weights.native(int8=int8)
     assert model is not None
-    if kind == "native":
-        return NativeEngine(model, weights)
+    if kind in ("native", "int8"):
+        return NativeEngine(model, weights, int8=int8)
     return GraphEngine(
         model, weights, slots, key_length, FakeCudaGraph() if kind == "recorded" else run_eagerly
     )
@@ -253,7 +257,7 @@ def assert_alone(engine: DecodeEngine, history: History) -> None:
 
 
 SCHEDULES = {
-    ("llama", True, "native"): torch.bfloat16, ("llama-mha-tied", False, "native"): torch.float32,
+    ("llama", True, "native"): torch.bfloat16, ("llama", True, "int8"): torch.bfloat16, ("llama-mha-tied", False, "native"): torch.float32,
     ("llama-mqa", True, "native"): None, ("qwen2", False, "native"): None,
     ("qwen3", True, "native"): None, ("wide", False, "native"): torch.float32,
     ("llama", True, "transformers"): torch.float32, ("llama", True, "recorded"): None,
@@ -275,7 +279,7 @@ SCHEDULES = {
 def test_random_schedules_leave_every_row_its_bits(name, adapter, kind, dtype):
     weights = weights_of(name, dtype, adapter=adapter)
     engine = engine_of(weights, kind)
-    many = kind == "native"
+    many = kind in ("native", "int8")
     lengths = [1, 2, 7, 20, 63, 64, 65, 70] if many else [1, 2, 7, 20, 33]
     histories = scheduled(engine, len(name), 110 if many else 50, 14, lengths, 96)
     longest = sorted(histories, key=lambda each: -len(each.tokens))[:2]

@@ -69,9 +69,9 @@ class Library:
 
 def group_over(library: Library, monkeypatch: pytest.MonkeyPatch) -> nccl.NcclGroup:
     monkeypatch.setattr(nccl, "nccl_library", lambda: library)
-    stream = SimpleNamespace(cuda_stream=1, query=lambda: True)
+    stream = SimpleNamespace(cuda_stream=1, query=lambda: True, wait_stream=lambda _: None)
     monkeypatch.setattr(nccl, "cuda_stream", lambda _: stream)
-    for name in ("device", "stream"):
+    for name in ("device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     return nccl.NcclGroup(torch.device("cpu"))
 

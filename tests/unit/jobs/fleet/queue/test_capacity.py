@@ -5,6 +5,7 @@
 3. Capacity of which nobody told is found by the next claim.
 """
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
+from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.store.tables import VM, Job
 from groupwise.jobs.fleet.verbs import machines
@@ -147,15 +149,51 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
 ) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "job", gpus=1)
-    looked = capacity.view
+    looked = capacity.view_of_room
 
     def look(session: Session, projects: list[str]) -> capacity.View:
         found = looked(session, projects)
         session.execute(update(VM).values(projects=["others"]))
         return found
 
-    monkeypatch.setattr(capacity, "view", look)
+    monkeypatch.setattr(capacity, "view_of_room", look)
     assert claimed_ids(database) == []
+
+
+def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were_read(
+    database: Database,
+) -> None:
+    for name, gpus, slots in (("full", 2, 1), ("gpus", 3, 0), ("mixed", 4, 2), ("slots", 1, 3)):
+        add_machine(database, name, gpus, cpu_slots=slots)
+    taken = {"full": [0, 1, None], "gpus": [0], "mixed": [0, 1, 2], "slots": [0, None]}
+    for name, seats in taken.items():
+        for seat in seats:
+            needs = {"gpus": 0} if seat is None else {"gpus": 1, "named": [seat]}
+            submit(database, vm=name, **needs)
+    submit(database, vm="gpus", gpus=1, share_mb=30_000)
+    assert len(claim_some(database)) == 10
+    wanted = [Resources.model_validate(needs) for needs in (
+        {"gpus": 1}, {"gpus": 2}, {"gpus": 0}, {"gpus": 1, "share_mb": 40_000}, {"gpus": 0, "machines": 2},
+        {"gpus": 0, "oversubscribe": True, "vm": "full"}, {"gpus": 1, "machines": 2}, {"gpus": 1, "vm": "full"},
+    )]  # fmt: skip
+
+    def compare(session: Session) -> None:
+        assert set(capacity.view_of_room(session, []).machines) == {"gpus", "mixed"}
+        for order in combinations(wanted, 2):
+            whole, part = capacity.view(session, []), capacity.view_of_room(session, [])
+            for number, resources in enumerate(order):
+                key = (float(number), "job")
+                placement = part.room_for(resources, "default", key)
+                assert placement == whole.room_for(resources, "default", key), order
+                assert part.is_full() == whole.is_full()
+                if placement is not None:
+                    whole.take(placement, resources, "default")
+                    part.take(placement, resources, "default")
+                elif number == 0:
+                    whole.withhold_for(resources, "default", key)
+                    part.withhold_for(resources, "default", key)
+
+    database.read(compare)
 
 
 def test_why_a_job_waits(database: Database) -> None:

@@ -1,0 +1,137 @@
+"""Computes with rows of logits over the vocabulary, compiled for the CPU by numba: draws of the sampler, and numbers of the learner.
+
+A row is read two or three times. Torch's operations take six to ten passes, and hold float32 copies of the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from groupwise.engine.models.native.kernel_cache import kernel
+from groupwise.engine.models.native.kernels import (
+    ANY_ORDER,
+    LOWEST,
+    ROUNDING_KEPT,
+    Array,
+    exp,
+    highest_score,
+    store,
+    to_float32,
+)
+
+BLOCK = 128
+"""Logits among which the most likely token is looked for one by one."""
+
+
+@kernel(ROUNDING_KEPT)
+def _weight(logit: Any, divisor: Any, peak: Any) -> Any:
+    """`exp(logit / divisor − peak)`, and exactly 0 where that is no normal float32; NaN stays NaN."""
+    distance = logit / divisor - peak
+    return np.float32(0.0) if distance < LOWEST else exp(distance)
+
+
+@kernel(ANY_ORDER)
+def _sum_of_weights(logits_B: Array, divisor: Any, peak: Any) -> Any:
+    total = np.float32(0.0)
+    for b in range(logits_B.shape[0]):
+        total += _weight(logits_B[b], divisor, peak)
+    return total
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def draw(
+    logits_SV: Array,
+    divisors_S: Array,
+    uniforms_S: Array,
+    block: int,
+    tokens_S: Array,
+    logprobs_S: Array,
+) -> None:
+    """Write the token that inverts the cumulative distribution of each row at its uniform number, and its log-probability.
+
+    `uniforms_S` is float64, and so far below 1 that a product with it is smaller than the other factor. NaN or infinite logits give a
+    log-probability of NaN.
+    """
+    vocabulary = logits_SV.shape[1]
+    blocks = (vocabulary + block - 1) // block
+    cumulative_K = np.empty(blocks, np.float64)
+    for s in range(logits_SV.shape[0]):
+        logits_V, divisor = logits_SV[s], divisors_S[s]
+        peak = highest_score(logits_V) / divisor
+        total = 0.0
+        for k in range(blocks):
+            total += _sum_of_weights(logits_V[k * block : (k + 1) * block], divisor, peak)
+            cumulative_K[k] = total
+        target = uniforms_S[s] * total
+        k = min(np.searchsorted(cumulative_K, target, side="right"), blocks - 1)
+        logits_B = logits_V[k * block : (k + 1) * block]
+        inside = cumulative_K[k - 1] if k else 0.0
+        token = k * block
+        for b in range(logits_B.shape[0]):
+            weight = np.float64(_weight(logits_B[b], divisor, peak))
+            inside += weight
+            if weight > 0.0:
+                token = k * block + b
+                if inside > target:
+                    break
+        tokens_S[s] = token
+        logprobs_S[s] = logits_V[token] / divisor - peak - np.float32(np.log(total))
+
+
+@kernel(ANY_ORDER)
+def _write_weights(logits_V: Array, temperature: Any, peak: Any, weights_V: Array) -> Any:
+    """Write `exp(z)` with `z = logit / temperature − peak`; returns the sums of `exp(z)` and of `z exp(z)`."""
+    total, weighted = np.float32(0.0), np.float32(0.0)
+    for v in range(logits_V.shape[0]):
+        z = to_float32(logits_V[v]) / temperature - peak
+        weight = np.float32(0.0) if z < LOWEST else exp(z)
+        z = LOWEST if z < LOWEST else z  # noqa: FURB136
+        weights_V[v] = weight
+        total += weight
+        weighted += weight * z
+    return total, weighted
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def head_numbers(
+    logits_CV: Array,
+    temperatures_C: Array,
+    targets_C: Array,
+    gradient: bool,
+    entropy_CV: Array,
+    normalisers_C: Array,
+    entropies_C: Array,
+    likeliest_C: Array,
+) -> None:
+    """See `triton_kernels.head_numbers`. `targets_C` and `entropy_CV` have no rows where they are not wanted."""
+    vocabulary = logits_CV.shape[1]
+    weights_V = np.empty(vocabulary, np.float32)
+    for c in range(logits_CV.shape[0]):
+        logits_V, temperature = logits_CV[c], temperatures_C[c]
+        highest, first = np.float32(-np.inf), 0
+        for start in range(0, vocabulary, BLOCK):
+            score = highest_score(logits_V[start : start + BLOCK])
+            if score > highest:
+                highest, first = score, start
+        while first < vocabulary - 1 and to_float32(logits_V[first]) != highest:
+            first += 1
+        likeliest_C[c] = first
+        peak = highest / temperature
+        total, weighted = _write_weights(logits_V, temperature, peak, weights_V)
+        log_total, inverse = np.log(total), np.float32(1.0) / total
+        entropy = log_total - weighted * inverse
+        normalisers_C[c], entropies_C[c] = peak + log_total, entropy
+        if entropy_CV.shape[0]:
+            entropy_V = entropy_CV[c]
+            for v in range(vocabulary):
+                z = to_float32(logits_V[v]) / temperature - peak
+                z = LOWEST if z < LOWEST else z  # noqa: FURB136
+                store(entropy_V, v, weights_V[v] * inverse * (z - log_total + entropy))
+        if gradient:
+            for v in range(vocabulary):
+                store(logits_V, v, weights_V[v] * inverse)
+            if targets_C.shape[0]:
+                target = targets_C[c]
+                store(logits_V, target, weights_V[target] * inverse - np.float32(1.0))
