@@ -50,7 +50,8 @@ def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[s
         from groupwise.core.errors import UsageError
 
         raise UsageError(
-            "Missing option '--config'. Give a YAML file, or every key that you need as key=value: model.name=tiny …"
+            "Missing option '--config'. `groupwise init --task-module TASK --model MODEL` writes such a YAML file. Or give every key "
+            "that you need as key=value: model.name=tiny …"
         )
     return {} if config is None else config
 

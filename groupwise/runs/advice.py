@@ -74,14 +74,14 @@ RULES = (
         "completions cut off",
         lambda value: value > 0.3,
         "{value} of the completions of the last steps are cut off by the length limit.",
-        "Read some of them: where the answer is missing, raise sampler.max_completion_length; where it came before, reward brevity or set "
+        "Read some of them: if the answer is missing, raise sampler.max_completion_length; if it came before, reward brevity or set "
         "sampler.stop.",
     ),
     Advice(
         "rollouts/unscored",
         "rollouts without a score",
         lambda value: value > 0.05,
-        "{value} of the rollouts could not be scored. They are left out, which is no harm for few of them.",
+        "{value} of the rollouts could not be scored. They are left out, which does no harm if they are few.",
         "`groupwise runs rollouts RUN --failed` shows the reasons: a reward that raises, a sandbox or judge that takes too long "
         "(rewards.time_limit).",
     ),
@@ -113,7 +113,7 @@ RULES = (
         "clip_ratio/region_mean",
         "many tokens clipped",
         lambda value: value > 0.3,
-        "The clip keeps {value} of the tokens from teaching: updates are larger than what was sampled for allows.",
+        "The clip leaves {value} of the tokens out of the update: the policy has moved too far from the one that sampled them.",
         "Lower training.learning_rate, or the number of updates for each step.",
     ),
     Advice(
