@@ -94,6 +94,10 @@ Exclude = Annotated[
 ]
 
 
+def _no_type(ctx: Any) -> None:
+    """In place of `TyperArgument.display_type_rich`."""
+
+
 class Command(TyperCommand):
     """A command that accepts deprecated names of its options and hides them from --help. An option that has one value must be given under
     one name."""
@@ -103,7 +107,7 @@ class Command(TyperCommand):
         self.alias_params: list[Any] = []
         for param in self.params:
             if param.param_type_name == "argument":  # help shows `RUN`, not `RUN <str>`
-                vars(param)["display_type_rich"] = lambda ctx: None
+                vars(param)["display_type_rich"] = _no_type
             names = [name for name in param.opts if name.startswith("--")]
             underscored = [f"--{name[2:].replace('-', '_')}" for name in names]
             for name in dict.fromkeys((*names, *underscored)):

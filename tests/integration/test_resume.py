@@ -362,10 +362,10 @@ def test_a_second_resume_does_not_rewind_the_first(tmp_path, monkeypatch):
     assert crash_at(25, lambda: start(tmp_path)) == 17
     prepare = start_module.prepare_rl
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         monkeypatch.setattr(start_module, "prepare_rl", prepare)
         assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0
-        return prepare(*arguments)
+        return prepare(*arguments, **options)
 
     monkeypatch.setattr(start_module, "prepare_rl", slow)
     with pytest.raises(RunInUseError, match="somebody else"):

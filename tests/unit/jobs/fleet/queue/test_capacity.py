@@ -168,7 +168,7 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
     taken = {"full": [0, 1, None], "gpus": [0], "mixed": [0, 1, 2], "slots": [0, None]}
     for name, seats in taken.items():
         for seat in seats:
-            needs = {"gpus": 0} if seat is None else {"gpus": 1, "named": [seat]}
+            needs: dict[str, Any] = {"gpus": 0} if seat is None else {"gpus": 1, "named": [seat]}
             submit(database, vm=name, **needs)
     submit(database, vm="gpus", gpus=1, share_mb=30_000)
     assert len(claim_some(database)) == 10
