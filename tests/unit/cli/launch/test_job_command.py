@@ -39,7 +39,7 @@ RAY = ("ray", "--script", "job.py")
     (["local", "--", "rl --config c"], "words apart, `-- rl --config c`"), (["local", "--gpus", "A100:2", *RAY[1:]], "--gpus 2"),
     (["local", "--gpus", "2x", *RAY[1:]], "a model with a number"),
     (["slurm", "--gpus", "A100:2", "--gpu-model", "H100", *RAY[1:]], "give one"),
-    (["local", "--", "doctor"], "(rl, sft, eval, generate), but `doctor` is not one"), (["local", "--", "--config", "c"], "`--config` is not one"),
+    (["local", "--", "doctor"], "generate), but `doctor` is not one"), (["local", "--", "--config", "c"], "`--config` is not one"),
     (["local", "--bogus", "--", "rl"], "No such option: --bogus"), ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
     ([RAY[0], "--memory", "much", *RAY[1:]], "a size"), ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
     ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
