@@ -221,3 +221,9 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
         process.stdout.close()
         process.wait(timeout=60)
     assert errors.read_text() == ""
+
+
+@pytest.mark.parametrize("group", [["fleet"], ["fleet", "vm"], ["runs"], ["launch"]])
+def test_help_cuts_no_summary_off(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*group, "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
