@@ -112,6 +112,9 @@ def doctor(
         if not report.exit_code and task_module is not None:
             line = command_line("rl", config, task_module, *(overrides or ()))
             print_next((line, "the training"))
+        elif not report.exit_code and config is None:
+            line = command_line("check", None, "TASK.py")
+            print_next((line, "whether the rewards of your task can teach anything"))
     raise typer.Exit(report.exit_code)
 
 

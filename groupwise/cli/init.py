@@ -85,7 +85,7 @@ def init(
     on_finding = None if as_json else findings.show_finding
     if foreign is not None:
         other_options = {
-            "--task": task,
+            "--task-module": task,
             "--model": model,
             "--for": command,
             "key=value words": overrides,
@@ -118,7 +118,8 @@ def init(
     if as_json:
         write_json(report.summary)
         raise typer.Exit(report.exit_code)
-    findings.show_title(f"wrote {report.details['file']}")
+    written = [report.details["file"], *report.details.get("files_beside", ())]
+    findings.show_title(f"wrote {' and '.join(written)}")
     print_next(*((line, _purpose(line)) for line in report.details["next"]))
     raise typer.Exit(report.exit_code)
 

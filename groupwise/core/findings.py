@@ -57,7 +57,7 @@ class Report:
         counts = {level: len(self.of_level(level)) for level in ("problem", "warning")}
         parts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
         skipped = len(self.of_level("skipped"))
-        parts += [f"{skipped} could not be looked at"] if skipped else []
+        parts += [f"{skipped} could not be checked"] if skipped else []
         return ", ".join(parts) or "nothing to complain of"
 
     @property

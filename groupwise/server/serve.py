@@ -358,7 +358,7 @@ class _Server:
         header = "" if self._keys is None else ' -H "Authorization: Bearer $GROUPWISE_API_KEY"'
         lines = (
             f"Groupwise serves at {address}; {need}.",
-            f"  everything is kept in {config.folder}; the routes stand in {address}/openapi.json",
+            f"  all files are kept in {config.folder}; the routes are listed at {address}/openapi.json",
             f"  next: curl -X POST {address}/start{header} -H 'Content-Type: application/json' -d '{{\"model_id\": \"tiny\"}}'",
         )
         if self._in_front is not None:

@@ -149,12 +149,15 @@ def init_from(
     translation = translate(
         file, foreign, processes or _device_count(foreign.settings), str(own_module)
     )
+    beside: list[Path] = []
     if foreign.own_functions:
+        beside.append(functions)
         title = f'{OF_INIT} what {target.name} needs of {file.name}."""\n\n'
         functions.write_text(title + foreign.own_functions)
     if translation.chat_template is not None:
         template = target.with_suffix(".jinja")
         template.write_text(translation.chat_template)
+        beside.append(template)
         translation.choose(
             "model.chat_template", str(template), translation.origin("chat_template")
         )
@@ -180,6 +183,7 @@ def init_from(
     config = load_config(target).config
     details = {
         "file": str(target),
+        "files_beside": [str(path) for path in beside],
         "command": "rl",
         "config": resolved_values(config),
         "keys": {

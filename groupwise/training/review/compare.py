@@ -420,10 +420,10 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
         for evaluation in _recorded_evaluations(run)
     ]
     labels += [side.label for side in _result_files(run)]
+    others = f"It has: {', '.join(labels)}" if labels else "It has no other either"
     return (
-        f"The run {run.name!r} has no evaluation{description} on record. There are: {', '.join(labels) or 'none'}. "
-        f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one where the weights were kept, and "
-        "its file can be compared."
+        f"The run {run.name!r} has no evaluation{description} on record. {others}. If the weights are still there, "
+        f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one."
     )
 
 

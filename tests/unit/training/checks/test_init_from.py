@@ -276,6 +276,7 @@ def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_mod
         "dataset_name": "a/b", "dataset_config": "main", "preprocessing_pipeline": pipeline,
     }  # fmt: skip
     assert config["rewards"] == {"reward_funcs": ["a-groupwise.py:right"]}
+    assert report.details["files_beside"] == ["a-groupwise.py"]
     assert told(report) == set()
     assert "# From r of a.py." in Path("a-groupwise.yaml").read_text()
     copied = Path("a-groupwise.py").read_text()
