@@ -9,13 +9,7 @@ import typer
 
 from groupwise.cli.options import AsJson, command, flag, option
 
-app = typer.Typer(
-    name="environments",
-    help="Environments of other libraries, such as verifiers: install, list, remove.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(rich_markup_mode=None)
 
 
 def install(

@@ -10,13 +10,7 @@ from groupwise.cli.fleet.jobs import fetch
 from groupwise.cli.fleet.submit import submit
 from groupwise.cli.options import WrappingGroup, command
 
-app = typer.Typer(
-    name="fleet",
-    help="Jobs on many machines: up, submit, list, logs, vm.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(rich_markup_mode=None)
 
 COMMAND_FIRST = {"allow_interspersed_args": False}
 """All words after the first word of a job's command belong to the command, even without `--` before it."""

@@ -52,13 +52,7 @@ LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 MOST_NAMED = 100
 """Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 
-app = typer.Typer(
-    name="runs",
-    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay, export, push, import.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(rich_markup_mode=None)
 
 
 @command(app, "list")
