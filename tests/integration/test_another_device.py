@@ -133,7 +133,7 @@ def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype,
     with device.here():
         layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
         engine = torch_sampler._make_engine(
-            weights, layout, native=True, enforce_eager=enforce_eager
+            weights, layout, native=True, enforce_eager=enforce_eager, int8=False
         )
     assert isinstance(engine, GraphEngine)
     assert engine._record == (run_eagerly if enforce_eager else "graphs")

@@ -26,7 +26,6 @@ from groupwise.training import build
 from groupwise.training.loops import start
 from tests.forked_zygote import fork_zygotes
 from tests.integration.toy_run import TOY, config, what_must_be_equal
-from tests.processes import wait_until
 
 BY_ARITHMETIC = (
     "torch",
@@ -191,20 +190,20 @@ def test_a_run_with_mapped_weights_equals_one_that_computes_them(processes, tmp_
     monkeypatch.setattr(weight_cache, "SPARE", 0)
     write_tiny_model(tmp_path / "model")
 
-    def trained(name: str, **environment: str) -> dict:
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
+    def trained(name: str, processes: int) -> dict:
         settings = config(tmp_path / name, max_steps=2)
         settings["model"] = {"name": str(tmp_path / "model")}
         settings["run"] |= {"threads": processes, "processes": processes}
         assert groupwise.rl(settings, TOY).exit_code == 0
         return what_must_be_equal(tmp_path / name / "toy")
 
-    computed = trained("computed", **{weight_cache.VARIABLE: "0"})
-    writing = trained("writing", **{weight_cache.VARIABLE: "1", "XDG_CACHE_HOME": str(tmp_path)})
-    wait_until(lambda: len([*weight_cache.weights_folder().glob("*.weights")]) == 2)
+    monkeypatch.setenv(weight_cache.VARIABLE, "0")
+    computed = trained("computed", processes)
+    monkeypatch.setenv(weight_cache.VARIABLE, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trained("writing", 1)  # which has written the files when its first step begins
     monkeypatch.setattr(load, "read_model_tensors", lambda folder: pytest.fail("files were read"))
-    assert trained("mapped") == writing == computed
+    assert trained("mapped", processes) == computed
 
 
 MAIN = f"""

@@ -96,8 +96,14 @@ def draw(
 
     tokens_S = torch.empty(len(logits_SV), dtype=torch.int64)
     logprobs_S = torch.empty(len(logits_SV))
-    given = (logits_SV.contiguous(), divisors_S.float(), uniforms_S)
-    vocabulary_kernels.draw(*map(array, given), block, array(tokens_S), array(logprobs_S))
+    vocabulary_kernels.draw(
+        array(logits_SV.contiguous()),
+        array(divisors_S.float()),
+        array(uniforms_S),
+        block,
+        array(tokens_S),
+        array(logprobs_S),
+    )
     return tokens_S, logprobs_S
 
 
@@ -121,6 +127,8 @@ def head_numbers(
         array(likeliest_C[:0] if targets_C is None else targets_C),
         gradient,
         array(logits_CV[:0] if entropy_CV is None else entropy_CV),
-        *map(array, (normalisers_C, entropies_C, likeliest_C)),
+        array(normalisers_C),
+        array(entropies_C),
+        array(likeliest_C),
     )
     return normalisers_C, entropies_C, likeliest_C
