@@ -148,13 +148,13 @@ def _evaluate_task(
 
         write_json(plan_policies(*task, **options))
         return
-    from groupwise.engine.distributed.prefork import start_zygote_early
+    from groupwise.engine.distributed.prefork import early_zygote
 
-    start_zygote_early(options["overrides"])
-    from groupwise.cli.printing import command_line, print_next
-    from groupwise.training.evaluation.evaluate import evaluate_policies
+    with early_zygote(options["overrides"]):
+        from groupwise.cli.printing import command_line, print_next
+        from groupwise.training.evaluation.evaluate import evaluate_policies
 
-    results = evaluate_policies(*task, **options)
+        results = evaluate_policies(*task, **options)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
         if not as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,25 +106,30 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
-    from groupwise.cli.output import collect_seldom
+    with _processes_begun(overrides, dry_run=dry_run):
+        from groupwise.training.loops.rl_start import rl as train
 
-    if dry_run:
-        collect_seldom()
-    else:
-        from groupwise.engine.distributed.prefork import start_zygote_early
-
-        start_zygote_early(overrides or ())
-    from groupwise.training.loops.rl_start import rl as train
-
-    result = train(
-        config_of(config, overrides),
-        task_module,
-        overrides=tuple(overrides or ()),
-        dry_run=dry_run,
-        **start.keywords(),
-    )
+        result = train(
+            config_of(config, overrides),
+            task_module,
+            overrides=tuple(overrides or ()),
+            dry_run=dry_run,
+            **start.keywords(),
+        )
     write_outcome(result.summary, as_json=dry_run or as_json)
     raise typer.Exit(result.exit_code)
+
+
+def _processes_begun(overrides: list[str] | None, *, dry_run: bool) -> AbstractContextManager[None]:
+    """While a run starts and goes on: its processes begin early, unless it is a dry run, which has none."""
+    if dry_run:
+        from groupwise.cli.output import collect_seldom
+
+        collect_seldom()
+        return nullcontext()
+    from groupwise.engine.distributed.prefork import early_zygote
+
+    return early_zygote(overrides or ())
 
 
 def write_outcome(
@@ -162,24 +168,17 @@ def sft(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
-    from groupwise.cli.output import collect_seldom
+    with _processes_begun(overrides, dry_run=dry_run):
+        from groupwise.cli.printing import commands_after_sft
+        from groupwise.training.loops.sft_start import sft as train
 
-    if dry_run:
-        collect_seldom()
-    else:
-        from groupwise.engine.distributed.prefork import start_zygote_early
-
-        start_zygote_early(overrides or ())
-    from groupwise.cli.printing import commands_after_sft
-    from groupwise.training.loops.sft_start import sft as train
-
-    result = train(
-        config_of(config, overrides),
-        task_module,
-        overrides=tuple(overrides or ()),
-        dry_run=dry_run,
-        **start.keywords(),
-    )
+        result = train(
+            config_of(config, overrides),
+            task_module,
+            overrides=tuple(overrides or ()),
+            dry_run=dry_run,
+            **start.keywords(),
+        )
     write_outcome(
         result.summary,
         as_json=dry_run or as_json,

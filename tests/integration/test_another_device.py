@@ -102,7 +102,7 @@ class Adapted:
                 for part in linear.parts
             }
 
-    def native(self) -> NativeModel:
+    def native(self, *, int8: bool = False) -> NativeModel:
         return self._native
 
     def factors(self) -> dict[str, Factors]:

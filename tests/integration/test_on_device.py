@@ -34,7 +34,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     """Torch alone computes: no kernels of our own, and no weights in another order."""
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
     monkeypatch.setattr(attention, "piece_attention", fused_attention)
-    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+    monkeypatch.setattr(NativeModel, "pack", lambda self, **_: None)
     monkeypatch.setattr(torch_learner, "FUSED_ON", {"cpu"})
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through each time

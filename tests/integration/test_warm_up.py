@@ -142,7 +142,7 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     assert main(["runs", "plot", "toy", "--dir", str(tmp_path), "--json"]) == 0
     drawn = json.loads(capsys.readouterr().out)
     assert [step for step, _ in drawn["warm_up"]] == [-4, -2, 0]
-    assert [step for step, _ in drawn["points"]] == [0]
+    assert [step for step, _ in drawn["points"]] == [1]
 
 
 def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):

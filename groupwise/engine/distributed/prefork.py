@@ -1,6 +1,6 @@
 """Starts the zygote ahead of a run, before the object to make is known, and asks it questions meanwhile.
 
-A command starts it before it imports what reads its config (`start_zygote_early`), and ends it again if the config needs none
+A command starts it before it imports what reads its config (`early_zygote`), and ends it again if the config needs none
 (`groupwise.training.build.expect_ranks`). The zygote then imports torch, which takes a second or more. Before
 the command can send the setup, it needs some facts about the model and the machine. It asks the zygote for them, so it need not import
 torch itself. If no zygote has been started, the same questions are answered in this process.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.accelerators import NVIDIA
@@ -34,14 +35,20 @@ _begun: list[ForkedWorkers] = []
 """The started zygote, if any; at most one."""
 
 
-def start_zygote_early(overrides: Sequence[str]) -> None:
+@contextmanager
+def early_zygote(overrides: Sequence[str]) -> Generator[None]:
     """Start a zygote before the config is read, unless this machine or the overrides of the config show that none will be needed.
 
-    It computes on the CPU, in several processes; torchrun and GPUs have processes of their own. `tiny` is computed in one process.
+    It computes on the CPU, in several processes; torchrun and GPUs have processes of their own. `tiny` is computed in one process. A zygote
+    that nobody has taken is ended at the end.
     """
     several = sys.platform == "linux" and not NVIDIA.exists() and "RANK" not in os.environ
     if several and "model.name=tiny" not in overrides and available_cores() > 1:
         start_zygote()
+    try:
+        yield
+    finally:
+        end_zygote()
 
 
 def start_zygote() -> None:

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 
 from groupwise.cli.main import main
 from groupwise.core.errors import ConfigError, NothingScoredError
+from groupwise.engine.distributed import prefork
 
 
 @dataclass
@@ -41,6 +43,11 @@ def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
     setattr(fake, name, verb)
     monkeypatch.setitem(sys.modules, module, fake)
     return verb
+
+
+@pytest.fixture(autouse=True)
+def no_early_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefork, "early_zygote", lambda overrides: nullcontext())
 
 
 @pytest.fixture

@@ -26,17 +26,17 @@ BLOCK = 128
 
 
 @kernel(ROUNDING_KEPT)
-def _weight(logit: Any, divisor: Any, peak: Any) -> Any:
-    """`exp(logit / divisor − peak)`, and exactly 0 where that is no normal float32; NaN stays NaN."""
-    distance = logit / divisor - peak
+def _weight(logit: Any, highest: Any, divisor: Any) -> Any:
+    """`exp((logit − highest) / divisor)`, and exactly 0 where that is no normal float32; NaN stays NaN."""
+    distance = (logit - highest) / divisor
     return np.float32(0.0) if distance < LOWEST else exp(distance)
 
 
 @kernel(ANY_ORDER)
-def _sum_of_weights(logits_B: Array, divisor: Any, peak: Any) -> Any:
+def _sum_of_weights(logits_B: Array, highest: Any, divisor: Any) -> Any:
     total = np.float32(0.0)
     for b in range(logits_B.shape[0]):
-        total += _weight(logits_B[b], divisor, peak)
+        total += _weight(logits_B[b], highest, divisor)
     return total
 
 
@@ -59,10 +59,10 @@ def draw(
     cumulative_K = np.empty(blocks, np.float64)
     for s in range(logits_SV.shape[0]):
         logits_V, divisor = logits_SV[s], divisors_S[s]
-        peak = highest_score(logits_V) / divisor
+        highest = highest_score(logits_V)
         total = 0.0
         for k in range(blocks):
-            total += _sum_of_weights(logits_V[k * block : (k + 1) * block], divisor, peak)
+            total += _sum_of_weights(logits_V[k * block : (k + 1) * block], highest, divisor)
             cumulative_K[k] = total
         target = uniforms_S[s] * total
         k = min(np.searchsorted(cumulative_K, target, side="right"), blocks - 1)
@@ -70,22 +70,22 @@ def draw(
         inside = cumulative_K[k - 1] if k else 0.0
         token = k * block
         for b in range(logits_B.shape[0]):
-            weight = np.float64(_weight(logits_B[b], divisor, peak))
+            weight = np.float64(_weight(logits_B[b], highest, divisor))
             inside += weight
             if weight > 0.0:
                 token = k * block + b
                 if inside > target:
                     break
         tokens_S[s] = token
-        logprobs_S[s] = logits_V[token] / divisor - peak - np.float32(np.log(total))
+        logprobs_S[s] = (logits_V[token] - highest) / divisor - np.float32(np.log(total))
 
 
 @kernel(ANY_ORDER)
-def _write_weights(logits_V: Array, temperature: Any, peak: Any, weights_V: Array) -> Any:
-    """Write `exp(z)` with `z = logit / temperature − peak`; returns the sums of `exp(z)` and of `z exp(z)`."""
+def _write_weights(logits_V: Array, highest: Any, temperature: Any, weights_V: Array) -> Any:
+    """Write `exp(z)` with `z = (logit − highest) / temperature`; returns the sums of `exp(z)` and of `z exp(z)`."""
     total, weighted = np.float32(0.0), np.float32(0.0)
     for v in range(logits_V.shape[0]):
-        z = to_float32(logits_V[v]) / temperature - peak
+        z = (to_float32(logits_V[v]) - highest) / temperature
         weight = np.float32(0.0) if z < LOWEST else exp(z)
         z = LOWEST if z < LOWEST else z  # noqa: FURB136
         weights_V[v] = weight
@@ -118,15 +118,14 @@ def head_numbers(
         while first < vocabulary - 1 and to_float32(logits_V[first]) != highest:
             first += 1
         likeliest_C[c] = first
-        peak = highest / temperature
-        total, weighted = _write_weights(logits_V, temperature, peak, weights_V)
+        total, weighted = _write_weights(logits_V, highest, temperature, weights_V)
         log_total, inverse = np.log(total), np.float32(1.0) / total
         entropy = log_total - weighted * inverse
-        normalisers_C[c], entropies_C[c] = peak + log_total, entropy
+        normalisers_C[c], entropies_C[c] = highest / temperature + log_total, entropy
         if entropy_CV.shape[0]:
             entropy_V = entropy_CV[c]
             for v in range(vocabulary):
-                z = to_float32(logits_V[v]) / temperature - peak
+                z = (to_float32(logits_V[v]) - highest) / temperature
                 z = LOWEST if z < LOWEST else z  # noqa: FURB136
                 store(entropy_V, v, weights_V[v] * inverse * (z - log_total + entropy))
         if gradient:

@@ -77,7 +77,7 @@ def weights_of(
 def as_on_a_gpu(monkeypatch):
     """Torch alone computes: no kernels of our own for what stands between products, and no weights in another order."""
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
-    monkeypatch.setattr(NativeModel, "pack", lambda self, *, int8: None)
+    monkeypatch.setattr(NativeModel, "pack", lambda self, **_: None)
 
 
 def by(*kinds: str) -> Any:

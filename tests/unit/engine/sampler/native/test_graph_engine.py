@@ -25,7 +25,7 @@ from tests.unit.engine.models.native.families import adapted, family, randomised
 def as_on_a_gpu(monkeypatch):
     """Torch alone computes, because a recording sees nothing else."""
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
-    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+    monkeypatch.setattr(NativeModel, "pack", lambda self, **_: None)
 
 
 def engine_of(weights: ServedWeights, record: Any, slots: int = 8) -> GraphEngine:
