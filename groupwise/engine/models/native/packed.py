@@ -79,7 +79,7 @@ class Packed:
 
     @property
     def tiles(self) -> Tensor | None:
-        """The matrix as it is kept here; None if it is in int8, which is computed anew each time."""
+        """The matrix as it is kept here; None if it is in int8, which no cache holds."""
         return torch.from_numpy(self._weights) if self._int8_inputs is None else None
 
     def _tiles_of(self, weight_OI: Tensor) -> Array:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import Select, case, exists, func, or_, select
+from sqlalchemy import Select, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import MOST_SLOTS, UNPREPARED
@@ -301,23 +301,30 @@ def _at_most_named(session: Session, query: Select[str]) -> list[str] | None:
 
 
 _OPEN = Reservation.released_at.is_(None)
-_HELD_WHOLE = exists().where(
-    Reservation.gpu_id == GPU.gpu_id, _OPEN, Reservation.share_mb.is_(None)
+# Sets, computed once: in a join, PostgreSQL reads all open reservations for each GPU while its statistics are old.
+_HELD_WHOLE = select(Reservation.gpu_id).where(
+    _OPEN, Reservation.share_mb.is_(None), Reservation.gpu_id.is_not(None)
 )
-_FREE_GPU = exists().where(
-    GPU.vm_id == VM.vm_id,
+_WITH_FREE_GPU = select(GPU.vm_id).where(
     GPU.observed == Observed.OK,
     GPU.quarantine_reason.is_(None),
-    ~_HELD_WHOLE,
+    GPU.gpu_id.not_in(_HELD_WHOLE),
 )
-_FREE_GPUS = select(VM.vm_id).where(VM.active, or_(VM.engine.is_not(None), _FREE_GPU))
+_FREE_GPUS = select(VM.vm_id).where(
+    VM.active, or_(VM.engine.is_not(None), VM.vm_id.in_(_WITH_FREE_GPU))
+)
 """Machines with an engine, or with a GPU that no job holds whole."""
 _TAKEN_SLOTS = (
-    select(func.count())
-    .where(Reservation.vm_id == VM.vm_id, _OPEN, Reservation.slot < MOST_SLOTS)
-    .scalar_subquery()
+    select(Reservation.vm_id, func.count().label("slots"))
+    .where(_OPEN, Reservation.slot < MOST_SLOTS)
+    .group_by(Reservation.vm_id)
+    .subquery()
 )
-_FREE_SLOTS = select(VM.vm_id).where(VM.active, func.coalesce(VM.cpu_slots, 1) > _TAKEN_SLOTS)
+_FREE_SLOTS = (
+    select(VM.vm_id)
+    .outerjoin(_TAKEN_SLOTS, _TAKEN_SLOTS.c.vm_id == VM.vm_id)
+    .where(VM.active, func.coalesce(VM.cpu_slots, 1) > func.coalesce(_TAKEN_SLOTS.c.slots, 0))
+)
 """Machines with a CPU slot that no job holds."""
 
 
