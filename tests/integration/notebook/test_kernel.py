@@ -60,7 +60,7 @@ def test_an_interrupted_training_goes_on_in_the_same_kernel(kernel: Kernel, tmp_
     record = text(
         kernel.run("print([step for step, _ in session.run.metrics('reward')['reward']])")
     )
-    assert record.strip() == "[0, 1, 2, 3, 4, 5]"
+    assert record.strip() == "[1, 2, 3, 4, 5, 6]"
 
 
 SECRET = "hf_Zq81kLmN20pQrT"
