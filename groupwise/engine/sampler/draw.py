@@ -12,7 +12,7 @@ only on that row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +37,20 @@ def draw_tokens(
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Pass temperatures
     and uniform numbers on the CPU: reading them from a GPU would wait for the GPU.
     """
-    draw = _kernel_for(logits_SV)
+    uniforms_S = uniforms_S.clamp_max(BELOW_ONE)
+    device = logits_SV.device
+    if device.type == "cpu" and logits_SV.dtype == torch.float32 and numba_works():
+        return compiled.draw(logits_SV, temperatures_S, uniforms_S, BLOCK)
+    kernels = kernels_for(logits_SV)
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
     divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
-    uniforms_S = uniforms_S.clamp_max(BELOW_ONE)
     # Dividing by 1 changes nothing, but costs a pass over the logits.
     plain = bool((divisors_S == 1).all())
-    device = logits_SV.device
     greedy_S, divisors_S = send(greedy_S, device), send(divisors_S, device)
     uniforms_S = send(uniforms_S, device)
-    if draw is not None:
-        tokens_S, logprobs_S = draw(logits_SV, divisors_S, uniforms_S, BLOCK)
+    if kernels is not None:
+        tokens_S, logprobs_S = kernels.draw(logits_SV, divisors_S, uniforms_S, BLOCK)
         if some_greedy:
             rows_S = torch.arange(len(tokens_S), device=device)
             best_S = logits_SV.argmax(-1)
@@ -69,14 +71,6 @@ def draw_tokens(
         tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), tokens_S)
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
-
-
-def _kernel_for(logits_SV: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The kernel that draws from such logits; None if torch's operations do."""
-    if logits_SV.device.type == "cpu":
-        return compiled.draw if logits_SV.dtype == torch.float32 and numba_works() else None
-    kernels = kernels_for(logits_SV)
-    return None if kernels is None else kernels.draw
 
 
 def _search_tokens(

@@ -89,16 +89,16 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
 
 
 def draw(
-    logits_SV: Tensor, divisors_S: Tensor, uniforms_S: Tensor, block: int
+    logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [S] drawn from float32 logits at these temperatures, and their log-probabilities [S]."""
+    """Tokens [S] drawn from float32 logits at these temperatures, which may be 0, and their log-probabilities [S]."""
     from groupwise.engine.models.native import vocabulary_kernels
 
     tokens_S = torch.empty(len(logits_SV), dtype=torch.int64)
     logprobs_S = torch.empty(len(logits_SV))
     vocabulary_kernels.draw(
         array(logits_SV.contiguous()),
-        array(divisors_S.float()),
+        array(temperatures_S.float()),
         array(uniforms_S),
         block,
         array(tokens_S),

@@ -40,10 +40,38 @@ def _sum_of_weights(logits_B: Array, highest: Any, divisor: Any) -> Any:
     return total
 
 
+@kernel(ROUNDING_KEPT)
+def _token_at(
+    logits_V: Array, highest: Any, divisor: Any, cumulative_K: Array, block: int, target: Any
+) -> Any:
+    """The token at which the cumulative weight exceeds the target; `cumulative_K` has it after each block."""
+    k = min(np.searchsorted(cumulative_K, target, side="right"), len(cumulative_K) - 1)
+    logits_B = logits_V[k * block : (k + 1) * block]
+    inside = cumulative_K[k - 1] if k else 0.0
+    token = k * block
+    for b in range(logits_B.shape[0]):
+        weight = np.float64(_weight(logits_B[b], highest, divisor))
+        inside += weight
+        if weight > 0.0:
+            token = k * block + b
+            if inside > target:
+                break
+    return token
+
+
+@kernel(ROUNDING_KEPT)
+def _first_of(logits_V: Array, highest: Any, start: Any) -> Any:
+    """The first token from `start` on with the highest logit."""
+    token = start
+    while token < logits_V.shape[0] - 1 and to_float32(logits_V[token]) != highest:
+        token += 1
+    return token
+
+
 @kernel(ROUNDING_KEPT, cached=True)
 def draw(
     logits_SV: Array,
-    divisors_S: Array,
+    temperatures_S: Array,
     uniforms_S: Array,
     block: int,
     tokens_S: Array,
@@ -51,6 +79,7 @@ def draw(
 ) -> None:
     """Write the token that inverts the cumulative distribution of each row at its uniform number, and its log-probability.
 
+    A temperature of 0 takes the most probable token, with its log-probability at temperature 1.
     `uniforms_S` is float64, and so far below 1 that a product with it is smaller than the other factor. NaN or infinite logits give a
     log-probability of NaN.
     """
@@ -58,24 +87,19 @@ def draw(
     blocks = (vocabulary + block - 1) // block
     cumulative_K = np.empty(blocks, np.float64)
     for s in range(logits_SV.shape[0]):
-        logits_V, divisor = logits_SV[s], divisors_S[s]
+        logits_V, temperature = logits_SV[s], temperatures_S[s]
+        divisor = temperature if temperature > 0 else np.float32(1.0)
         highest = highest_score(logits_V)
         total = 0.0
         for k in range(blocks):
             total += _sum_of_weights(logits_V[k * block : (k + 1) * block], highest, divisor)
             cumulative_K[k] = total
-        target = uniforms_S[s] * total
-        k = min(np.searchsorted(cumulative_K, target, side="right"), blocks - 1)
-        logits_B = logits_V[k * block : (k + 1) * block]
-        inside = cumulative_K[k - 1] if k else 0.0
-        token = k * block
-        for b in range(logits_B.shape[0]):
-            weight = np.float64(_weight(logits_B[b], highest, divisor))
-            inside += weight
-            if weight > 0.0:
-                token = k * block + b
-                if inside > target:
-                    break
+        if temperature > 0:
+            token = _token_at(
+                logits_V, highest, divisor, cumulative_K, block, uniforms_S[s] * total
+            )
+        else:
+            token = _first_of(logits_V, highest, 0)
         tokens_S[s] = token
         logprobs_S[s] = (logits_V[token] - highest) / divisor - np.float32(np.log(total))
 
@@ -115,9 +139,7 @@ def head_numbers(
             score = highest_score(logits_V[start : start + BLOCK])
             if score > highest:
                 highest, first = score, start
-        while first < vocabulary - 1 and to_float32(logits_V[first]) != highest:
-            first += 1
-        likeliest_C[c] = first
+        likeliest_C[c] = _first_of(logits_V, highest, first)
         total, weighted = _write_weights(logits_V, highest, temperature, weights_V)
         log_total, inverse = np.log(total), np.float32(1.0) / total
         entropy = log_total - weighted * inverse
