@@ -121,7 +121,7 @@ def rl(
 
 
 def _processes_begun(overrides: list[str] | None, *, dry_run: bool) -> AbstractContextManager[None]:
-    """While a run starts and goes on: its processes begin early, unless it is a dry run, which has none."""
+    """Start the processes of a run before its config is read, and end them if they were not needed; a dry run has none."""
     if dry_run:
         from groupwise.cli.output import collect_seldom
 
@@ -138,7 +138,7 @@ def write_outcome(
     as_json: bool,
     commands_after: Callable[[Path], list[tuple[str, str]]] | None = None,
 ) -> None:
-    """Write a plan or a result as JSON, or a result with advice and the next commands, by default those after a run of `rl`."""
+    """Write a plan or a result: as JSON, or as text with advice and the next commands (by default, those after a run of `rl`)."""
     from groupwise.cli.output import write_json, write_result
     from groupwise.cli.printing import commands_after_run, print_advice, print_next
 

@@ -83,7 +83,7 @@ class WorkerState:
         return self.sampler.fingerprint()
 
     async def load_sent(self, name: str, source: Any, files: dict[str, bytes]) -> None:
-        """Load files that came with the call into a part, because their folder is on another machine."""
+        """Load files that were sent with the call into the learner, the sampler or the local policy: their folder is on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)

@@ -111,7 +111,7 @@ class Packed:
         return PackedLowRank(down, ups, ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
-        """The product [N, O] in float32, rounded by nothing but the quantisation; `low` is a result of `low_rank`."""
+        """The product [N, O] in float32, which only quantisation rounds. `low` is a result of `low_rank`."""
         from groupwise.engine.models.native import kernels, products
 
         low = self._no_adapter if low is None else low
