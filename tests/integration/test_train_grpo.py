@@ -240,7 +240,7 @@ def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
         ({"reward_function": "correctnes"}, ["correctnes", "correctness"]),
         ({"reward_function": "letter_rewards.py:shar"}, ["`shar`", "`share`"]),
         ({"preprocessing_pipeline": "generc"}, ["`generc`", "`generic`"]),
-        ({"words": [*WORDS, "--use_unsloth"]}, ["Unsloth", "pip install"]),
+        ({"words": [*WORDS, "--use_unsloth"]}, ["unsloth, which is not installed", "pip install"]),
         ({"words": [*WORDS, "training.max_steps=3"]}, ["training.max_steps is --max_steps"]),
         ({"words": [*WORDS, "training={seed: 3}"]}, ["training"]), ({"words": [*WORDS, "--resume"]}, ["'grpo'"]),
         ({"words": [*WORDS, "--resume_from=gone/step-3"]}, ["'gone/step-3'"]),

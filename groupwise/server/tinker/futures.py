@@ -343,14 +343,23 @@ class CallQueue:
         """Calls waiting or in progress."""
         return len(self._queued)
 
-    def submit(self, sequence: int, content: bytes, work: Work | Exception, kind: str) -> str:
+    def submit(
+        self,
+        sequence: int,
+        content: bytes,
+        work: Work | Exception,
+        kind: str,
+        identity: bytes | None = None,
+    ) -> str:
         """Queue the call with this number and return its id; its work starts when all calls before it are done.
+
+        `identity`: the bytes that a repeated request shares, if that is not the whole content.
 
         An exception in place of the work becomes the answer when the call's turn comes: a refused request has used its number, too.
         UsageError if the number was used for a different request, AnswerGone if its answer is no longer kept.
         """
         key = (self.name, sequence)
-        digest = digest_of(kind, content)
+        digest = digest_of(kind, content if identity is None else identity)
         if (repeated := self._futures.find_repeated(key, digest)) is not None:
             return repeated
         if sequence < self._next:
@@ -402,9 +411,9 @@ class CallQueue:
             self._futures.fail(self._queued.pop(sequence)[0], UsageError(reason))
 
 
-def digest_of(kind: str, content: bytes) -> bytes:
+def digest_of(kind: str, identity: bytes) -> bytes:
     """Distinguishes a repeated request from a different one with the same number."""
-    return hashlib.sha256(kind.encode() + content).digest()
+    return hashlib.sha256(kind.encode() + identity).digest()
 
 
 def failed_outcome(message: str, category: Literal["user", "server"]) -> Outcome:

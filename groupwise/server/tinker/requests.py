@@ -150,6 +150,7 @@ class SaveForSampler(Body):
     seq_id: WHOLE
     path: NAME | None = None
     sampling_session_seq_id: WHOLE | None = None
+    """The client counts on when it sends the request again."""
     kind: Literal["snapshot"] = "snapshot"
     """Not `inflight`: a sampling client always serves the weights that it was made with."""
     ttl_seconds: TTL = None
@@ -281,6 +282,11 @@ class Retrieve(Body):
 def content_of(body: Body) -> bytes:
     """Serialise a request; equal requests give equal bytes."""
     return body.model_dump_json().encode()
+
+
+def identity_of(body: SaveForSampler) -> bytes:
+    """What is equal whenever the client sends this request, as `content_of` is for all others."""
+    return content_of(body.model_copy(update={"sampling_session_seq_id": None}))
 
 
 def kind_of(body: Body) -> str:

@@ -21,7 +21,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
-from groupwise.server.tinker.requests import content_of, kind_of
+from groupwise.server.tinker.requests import content_of, identity_of, kind_of
 from groupwise.server.tinker.sessions import (
     EPHEMERAL,
     Model,
@@ -281,17 +281,23 @@ class TrainingCalls:
 
         work = named if body.path is not None else for_a_sampler
         return model.id, self._submit_call(
-            model, body.seq_id, content_of(body), work, kind_of(body)
+            model, body.seq_id, content_of(body), work, kind_of(body), identity_of(body)
         )
 
     def _submit_call(
-        self, model: Model, sequence: int, content: bytes, work: Work, kind: str
+        self,
+        model: Model,
+        sequence: int,
+        content: bytes,
+        work: Work,
+        kind: str,
+        identity: bytes | None = None,
     ) -> str:
         if sequence < 1:
             raise UsageError(
                 f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
             )
-        return model.queue.submit(sequence, content, work, kind)
+        return model.queue.submit(sequence, content, work, kind, identity)
 
 
 def optimiser_of(body: requests.OptimStep) -> OptimiserParams:

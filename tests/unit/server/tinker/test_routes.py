@@ -315,6 +315,21 @@ async def test_numbers_beside_a_sample_through_the_routes(
     assert len(answer.target_prompt_logprobs.dense) == 4 * shape[0]
 
 
+async def test_weights_for_a_sampler_are_saved_once_although_the_client_counts_on_when_it_repeats(
+    asking: Asking,
+) -> None:
+    model = await asking.model()
+    promises = [
+        await asking.post(
+            "save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=number
+        )
+        for number in (0, 1)
+    ]
+    samplers = {(await asking.result(each))["sampling_session_id"] for each in promises}
+    assert len(samplers) == 1
+    assert [verb for verb, _ in asking.engine.calls].count("save_for_sampler") == 1
+
+
 async def test_weights_of_the_last_few_samplers_are_kept(asking: Asking) -> None:
     model = await asking.model()
     samplers: list[str] = []
