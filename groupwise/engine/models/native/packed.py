@@ -64,21 +64,24 @@ class Packed:
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         bias_O = F.pad(bias_O, (0, self._shape[0] - self._outputs))
-        self.tensors: tuple[Tensor, ...] = tuple(cached) or (
-            _int8_tiles(weight_OI) if int8 else (self._tiles_of(weight_OI),)
-        )
-        """What was computed of the matrix: its tiles, and for int8 two numbers for each output."""
+        self.tensors = tuple(cached) or self._compute(weight_OI)
+        """What was computed of the matrix: its tiles; in int8 also, for each output [2, O], what cancels the offset of the inputs (int32, as
+        float32) and the scale."""
         if int8:
             constants_3O = torch.stack((*self.tensors[1], bias_O))
             bias_O = constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
         self._weights, self._constants = array(self.tensors[0]), array(bias_O)
         self._no_adapter = self.low_rank([])
 
-    def _tiles_of(self, weight_OI: Tensor) -> Tensor:
+    def _compute(self, weight_OI: Tensor) -> tuple[Tensor, ...]:
+        if self._int8_inputs is not None:
+            q_OI, scales_O = quantized(F.pad(weight_OI, (0, 0, 0, -self._outputs % LANES)))
+            cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
+            return _in_tiles(q_OI, self._int8_inputs, 4), torch.stack((cancelling_O, scales_O))
         # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
         if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
             weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-        return _in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1)
+        return (_in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1),)
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
         """The factors of an adapter, in the form that `product` takes."""
@@ -159,13 +162,6 @@ def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     scales_O = rotated_OI.abs().amax(1).clamp_min(1e-30) / 127
     q_OI = (rotated_OI / scales_O[:, None]).round().to(torch.int8)
     return q_OI, scales_O / ROTATED
-
-
-def _int8_tiles(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """The quantised rows in tiles, and for each row [2, O] what cancels the offset of its inputs (int32, as float32) and its scale."""
-    q_OI, scales_O = quantized(F.pad(weight_OI, (0, 0, 0, -len(weight_OI) % LANES)))
-    cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
-    return _in_tiles(q_OI, q_OI.shape[1], 4), torch.stack((cancelling_O, scales_O))
 
 
 def _in_tiles(weight_OI: Tensor, inputs: int, together: int) -> Tensor:
