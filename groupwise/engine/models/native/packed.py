@@ -65,8 +65,8 @@ class Packed:
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         bias_O = F.pad(bias_O, (0, self._shape[0] - self._outputs))
         self.tensors = tuple(cached) or self._compute(weight_OI)
-        """What was computed of the matrix: its tiles; in int8 also, for each output [2, O], what cancels the offset of the inputs (int32, as
-        float32) and the scale."""
+        """What was computed of the matrix: its tiles; in int8 also, for each output [2, O], what cancels the offset of the inputs (int32,
+        as float32) and the scale."""
         if int8:
             constants_3O = torch.stack((*self.tensors[1], bias_O))
             bias_O = constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
