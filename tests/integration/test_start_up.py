@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 import groupwise
 from groupwise.core.terminal.progress import Progress
@@ -24,8 +25,10 @@ from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
 from groupwise.training.loops import start
+from tests.chat import write_qwen_tokenizer
 from tests.forked_zygote import fork_zygotes
 from tests.integration.toy_run import TOY, config, what_must_be_equal
+from tests.unit.engine.models.native.families import SMALL, made
 
 BY_ARITHMETIC = (
     "torch",
@@ -167,10 +170,15 @@ OF_NATIVE_MODELS = (
 """What a native model needs nothing of, on a CPU."""
 
 
-@pytest.mark.parametrize("verb", ["rl", "evaluate"])
-def test_a_native_model_is_trained_and_sampled_without_libraries_of_models(verb, tmp_path):
+@pytest.mark.parametrize(("verb", "model"), [("rl", "tiny"), ("evaluate", "tiny"), ("rl", "qwen")])
+def test_a_native_model_is_trained_and_sampled_without_libraries_of_models(verb, model, tmp_path):
+    """Also one whose folder has the files of the hub."""
     settings = config(tmp_path, max_steps=1)
     settings["run"] |= {"threads": 1, "processes": 1}
+    if model == "qwen":
+        settings["model"]["name"] = str(tmp_path / model)
+        made(Qwen2Config(**{**SMALL, "vocab_size": 272})).save_pretrained(tmp_path / model)
+        write_qwen_tokenizer(tmp_path / model, "{{ messages[0].content }}")
     code = f"""
 import sys, groupwise
 groupwise.{verb}({settings!r}, {TOY!r})
