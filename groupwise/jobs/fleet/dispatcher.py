@@ -305,9 +305,8 @@ class GlobalJobDispatcher:
             has_woken, unplaced = False, result.unplaced
             if unplaced is not None:  # marked after claiming: starting jobs must not wait for it
                 reasons = await self._gateway.look(partial(claim.explain, unplaced=unplaced))
-                has_woken = await self._gateway.commit(
-                    "job.mark", lambda s: claim.mark(s, unplaced, reasons, self.owner)
-                )
+                marking = partial(claim.mark, unplaced=unplaced, reasons=reasons, owner=self.owner)
+                has_woken = await self._gateway.commit("job.mark", marking)
             if not (result.has_more or (result.claimed and has_woken)):
                 return total
 

@@ -324,7 +324,8 @@ def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Datab
     submit(database, "large", gpus=2)
     found = database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=10))
     assert [each.job_id for each in found.claimed] == ["first"]
-    assert (unplaced := found.unplaced) is not None
+    unplaced = found.unplaced
+    assert unplaced is not None
     reasons = database.read(lambda s: claim.explain(s, unplaced))
     for job_id in ("then", "large"):
         database.run(lambda s, job_id=job_id: jobs.cancel(s, Actor("user:test"), job_id))
