@@ -377,7 +377,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             facts = [f"rollout {view.rollout}", verdict]
             if view.advantage is not None:
                 facts.append(f"advantage {view.advantage:+.3f}")
-            facts.append(f"{view.completion_tokens} tokens{_cut_off_text(view)}")
+            facts.append(f"{counted(view.completion_tokens, 'token')}{_cut_off_text(view)}")
             if view.attempt:
                 facts.append(f"attempt {view.attempt}")
             print_text("\n  " + " · ".join(facts))
