@@ -61,7 +61,10 @@ class Album:
         if below:
             page.locator(below).first.evaluate("each => each.scrollIntoView()")
         page.wait_for_timeout(800)  # plots are drawn as they come into sight
-        page.screenshot(path=IMAGES / f"dashboard-{name}.png")
+        size = page.viewport_size or DESK
+        end = page.locator("main").evaluate("main => main.getBoundingClientRect().bottom")
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], end)}
+        page.screenshot(path=IMAGES / f"dashboard-{name}.png", clip=clip)
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
@@ -71,7 +74,7 @@ def of_runs(album: Album, run: str, other: str, group: int) -> None:
     album.take("run", f"/runs/{quote(run)}")
     album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{group}")
-    album.take("tokens", f"/runs/{quote(run)}/rollouts/1.1", click="log-probability")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/{group}.3", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")

@@ -377,7 +377,8 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             facts = [f"rollout {view.rollout}", verdict]
             if view.advantage is not None:
                 facts.append(f"advantage {view.advantage:+.3f}")
-            facts.append(f"{counted(view.completion_tokens, 'token')}{_cut_off_text(view)}")
+            if view.completion_tokens or not view.completion:  # logs of others have only texts
+                facts.append(f"{counted(view.completion_tokens, 'token')}{_cut_off_text(view)}")
             if view.attempt:
                 facts.append(f"attempt {view.attempt}")
             print_text("\n  " + " · ".join(facts))
