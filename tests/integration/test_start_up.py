@@ -41,6 +41,7 @@ BY_ARITHMETIC = (
 )
 BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hub", "httpx2")
 BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
+BY_ARITHMETIC += ("groupwise.training.callbacks.sinks", "groupwise.engine.models.hub_queue")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -128,7 +129,7 @@ for words in {given!r}:
 
 @pytest.mark.parametrize(("words", "expected", "heavy"), [
     ("launch local --dry-run --script job.py", "0 1000000", (
-        "asyncssh", "groupwise.jobs.launch.install_plan", "httpx2", "ruamel", "sqlalchemy",
+        "asyncssh", "groupwise.jobs.launch.install_plan", "groupwise.runs.store", "httpx2", "ruamel", "sqlalchemy",
     )),
     ("fleet --help", "0 700", ("groupwise.jobs.fleet.settings", "groupwise.runs")),
     ("fleet list --fleet nowhere", "2 700", (
