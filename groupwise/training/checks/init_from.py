@@ -565,9 +565,13 @@ def _translate_batch(translation: Translation) -> None:
 
 
 def _translate_length(translation: Translation) -> None:
-    _choose_or_default(
-        translation, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH
-    )
+    key, whole = "sampler.max_completion_length", translation.settings.get("max_seq_length")
+    _choose_or_default(translation, key, "max_completion_length", TRL_LENGTH)
+    if "max_completion_length" not in translation.settings and isinstance(whole, int):
+        half = min(TRL_LENGTH, max(1, whole // 2))
+        translation.choose(
+            key, half, f"Half of max_seq_length, at most {TRL_LENGTH}: the file says no number."
+        )
     steps = translation.take("max_steps", -1)
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
