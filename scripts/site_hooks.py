@@ -20,11 +20,17 @@ import groupwise
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
+STYLE = """
+.md-typeset .language-console code { white-space: pre-wrap; }
+@media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
+"""
+"""A command is read whole, without scrolling sideways; wide screens have wider pages."""
 NAMES = re.compile(r"^`\w+`(?:,\s`\w+`)*$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = navigation(Path(config.docs_dir))
+    config.extra_css.append("site.css")
     return config
 
 
@@ -56,6 +62,7 @@ def folder(index: Path) -> list[Any]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in AT_THE_TOP:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "site.css", content=STYLE))
     return files
 
 
