@@ -158,7 +158,7 @@ class GroupRelative(NeedsNothing, ABC):
     dynamic_sampling: bool = field(
         default=False,
         metadata={
-            "description": "Draw another example in place of a group whose members all got the same "
+            "description": "Draw another example in place of a group whose rollouts all got the same "
             "reward, since it teaches nothing. Default true for dapo.",
         },
     )

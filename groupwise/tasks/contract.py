@@ -111,6 +111,12 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
 }
 GIVING_REWARDS = ("get_reward_funcs", "get_environment", "get_program")
 """Hooks of which one must be there, so that rollouts can be scored."""
+SUBSTITUTES: dict[str, tuple[str, ...]] = {
+    "get_reward_funcs": ("get_environment", "get_program"),
+    "compute_metrics": GIVING_REWARDS,
+}
+"""A needed hook may be absent if one of these is there: an environment may give the rewards itself, and the means of the rewards are
+metrics."""
 NO_TASKS = ("wordle_rules", "reasoning_gym_answers", "reasoning_gym_problems")
 """Modules of `tasks/builtin` that are not tasks."""
 
@@ -331,9 +337,11 @@ class Task:
         functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
         names = ", ".join(functions) or "none"
+        others = " or ".join(SUBSTITUTES.get(hook, ()))
+        substitutes = f" (or {others})" if others else ""
         hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
-            f"{self.described} has no {hook}, which `{verb}` needs.\n"
+            f"{self.described} has no {hook}, which `{verb}` needs{substitutes}.\n"
             f"  expected: def {_hook_signature(hook)}\n"
             f"  functions there are: {names}{hint}"
         )
@@ -423,15 +431,16 @@ def load_task(source: object) -> Task:
     return Task(source, type(source).__name__, None, _file_of(type(source)))
 
 
+def absent_hooks(task: Task, verb: Verb) -> list[str]:
+    """The hooks that the command needs, and for which the task has no substitute either."""
+    return [
+        hook for hook in NEEDED[verb] if not any(map(task.has, (hook, *SUBSTITUTES.get(hook, ()))))
+    ]
+
+
 def require(task: Task, verb: Verb) -> None:
     """Raise TaskError unless the task has everything that `rl` or `eval` needs, and nothing that would go unused."""
-    # An environment may provide the rewards itself.
-    absent = [
-        hook
-        for hook in NEEDED[verb]
-        if not task.has(hook) and not (hook == "get_reward_funcs" and task.gives_rewards)
-    ]
-    if absent:
+    if absent := absent_hooks(task, verb):
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
     for hook in (*NEEDED[verb], *USED_IF_THERE[verb]):
         if task.has(hook):

@@ -44,7 +44,7 @@ from groupwise.training.checks.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import SPLIT, Unread
+from groupwise.training.checks.foreign_python import ROWS, SPLIT, Unread
 from groupwise.training.checks.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
@@ -171,7 +171,8 @@ def init_from(
     given = ""
     rows = foreign.settings.get("train_dataset")
     if not translation.names_data:
-        given = " --task-module TASK.py"
+        makes_rows = f"def {ROWS}(" in (foreign.own_functions or "")
+        given = f" --task-module {functions if makes_rows else 'TASK.py'}"
     elif isinstance(rows, Unread) and re.search(r"\bmap\b|\(", rows.written):
         given = f" data.{PIPELINE}=FILE.py:FUNCTION"  # without it, the rows have no prompts
     words = [

@@ -183,12 +183,20 @@ def test_schema(task_of):
 # what is wrong with it
 
 
+def test_means_of_rewards_are_metrics_enough_for_an_evaluation(task_of):
+    held_out = "def get_eval_dataset(config): ...\n"
+    require(task_of(f"{held_out}def get_reward_funcs(config, tokenizer): ...\n", "a.py"), "eval")
+    require(task_of(f"{held_out}def get_environment(config): ...\n", "b.py"), "eval")
+    message = refused(lambda: require(task_of(held_out, "c.py"), "eval"))
+    assert "no compute_metrics, which `eval` needs (or get_reward_funcs" in message
+
+
 def test_missing_hook_shows_signature_and_near_misses(task_of, tmp_path):
     task = task_of("import json\ndef get_dataset(config): ...\ndef get_rewards(c, t): ...\n")
     message = refused(lambda: require(task, "rl"))
     for part in (
         str(tmp_path / "task.py"),
-        "no get_rl_dataset, which `rl` needs",
+        "no get_rl_dataset, which `rl` needs.",
         "def get_rl_dataset(config)",
         "Is it `get_dataset`? Rename it.",
         "no get_reward_funcs",

@@ -7,9 +7,10 @@ job whose place was taken meanwhile stays queued for the next round. The databas
 only that job is rolled back.
 
 Jobs that found no room become pending, with all queued ones of the same shape, so that the head of the queue never fills up with jobs that
-cannot start. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
-was not marked because its dispatcher died is found again by the next claim. `requeue_pending.py` explains how pending jobs come back and
-why none is forgotten.
+cannot start. First `explain` reads why they cannot start. The reasons name machines, so it reads all of them, which takes long in a large
+fleet; it therefore takes no lock. Then `mark`, a transaction of its own, takes the marking lock and checks again whether there is room, for
+which the machines with room are enough. Releases of capacity wait for that lock, so `mark` must be short. A job that was not marked because
+its dispatcher died is found again by the next claim. `requeue_pending.py` explains how pending jobs come back and why none is forgotten.
 
 Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. A
 transaction that holds the marking lock waits for no row.
@@ -138,8 +139,18 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
-def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
-    """Make jobs pending that still cannot start. Takes the marking lock, which releases of capacity take too, so none is missed.
+def explain(session: Session, unplaced: Unplaced) -> dict[str, Blocked]:
+    """Why the blocked jobs cannot start, by job id, without those that can start now. For a transaction that only reads."""
+    if not unplaced.blocked:
+        return {}
+    view = capacity.view(session, {job.project for job in unplaced.blocked})
+    found = {job.job_id: view.look(job.resources, job.project, job.key) for job in unplaced.blocked}
+    return {job_id: seen for job_id, seen in found.items() if isinstance(seen, Blocked)}
+
+
+def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], owner: str) -> bool:
+    """Make jobs pending that still cannot start, for the reasons that `explain` found. Takes the marking lock, which releases of capacity
+    take too, so none is missed.
 
     Returns whether other jobs were woken instead.
     """
@@ -149,7 +160,7 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
         _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
-        view = capacity.view(session, {job.project for job in unplaced.blocked})
+        view = capacity.view_of_room(session, {job.project for job in unplaced.blocked})
         remaining = MOST_MARKED
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in unplaced.blocked})
         for job in unplaced.blocked:
@@ -157,9 +168,9 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
                 break
             if job.job_id in unmet:
                 continue  # the job that it follows was retried meanwhile
-            placement = view.look(job.resources, job.project, job.key)
-            if isinstance(placement, Blocked):
-                remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
+            blocked = reasons.get(job.job_id)
+            if blocked and view.room_for(job.resources, job.project, job.key) is None:
+                remaining -= _mark_shape_pending(session, job, blocked, view, actor, remaining)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 

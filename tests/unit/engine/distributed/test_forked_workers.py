@@ -5,7 +5,7 @@
 3. Before it is told what to make, the zygote answers questions.
 4. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
 5. So does what cannot be read.
-6. The end of the main process is the end of all, whatever they are doing.
+6. The end of the main process is the end of all, whatever they are doing; a zygote that still imports says nothing.
 7. Nothing is left after `close`.
 8. What is made sees no GPU; a zygote that may be asked about GPUs sees those that the main process does.
 """
@@ -237,6 +237,26 @@ def test_the_end_of_the_main_process_is_the_end_of_all(number):
     main.send_signal(number)
     main.communicate()
     assert all_gone(processes)
+
+
+IMPORTING = """
+import os, sys, time
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
+ranks = ForkedWorkers("torch")
+ranks.start()
+while ranks._process is None:
+    time.sleep(0.001)
+print(ranks.zygote, flush=True)
+time.sleep(0.4)
+"""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(2)", "ranks.close()", "os.kill(os.getpid(), 9)"])
+def test_a_zygote_that_still_imports_ends_silently_with_its_command(ending):
+    command = [sys.executable, "-c", IMPORTING + ending]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.stderr == ""
+    assert all_gone([int(shown.stdout)])
 
 
 async def test_the_first_error_in_the_order_of_ranks_is_raised(shared):
