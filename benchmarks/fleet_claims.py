@@ -273,9 +273,10 @@ def claim_once(database: Database, limit: int, owner: str = "bench") -> claim.Ro
 
 
 def mark_once(database: Database, found: claim.Round, owner: str = "bench") -> None:
-    """Another one, as a dispatcher makes it after each claim that met jobs without room."""
+    """A read and another one, as a dispatcher makes them after each claim that met jobs without room."""
     if (unplaced := found.unplaced) is not None:
-        database.run(lambda session: claim.mark(session, unplaced, owner))
+        reasons = database.read(lambda session: claim.explain(session, unplaced))
+        database.run(lambda session: claim.mark(session, unplaced, reasons, owner))
 
 
 def mark(database: Database, count: int) -> None:

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from playwright.sync_api import Page, ViewportSize, sync_playwright
+from playwright.sync_api import FloatRect, Page, ViewportSize, sync_playwright
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUICKSTART = IMAGES.parents[1] / "configs" / "quickstart.yaml"
@@ -61,17 +61,21 @@ class Album:
         if below:
             page.locator(below).first.evaluate("each => each.scrollIntoView()")
         page.wait_for_timeout(800)  # plots are drawn as they come into sight
-        page.screenshot(path=IMAGES / f"dashboard-{name}.png")
+        size = page.viewport_size or DESK
+        end = page.locator("main").evaluate("main => main.getBoundingClientRect().bottom")
+        height = min(size["height"], end)
+        clip: FloatRect = {"x": 0, "y": 0, "width": size["width"], "height": height}
+        page.screenshot(path=IMAGES / f"dashboard-{name}.png", clip=clip)
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
-def of_runs(album: Album, run: str, other: str, draw: int) -> None:
+def of_runs(album: Album, run: str, other: str, group: int) -> None:
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
     album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=is&order=best")
-    album.take("group", f"/runs/{quote(run)}/groups/{draw}")
-    album.take("tokens", f"/runs/{quote(run)}/rollouts/0.0", click="log-probability")
+    album.take("group", f"/runs/{quote(run)}/groups/{group}")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/{group}.3", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
     album.take("evaluations", "/evaluations")
@@ -88,10 +92,10 @@ def train_missing(runs: Path, *names: str) -> None:
 
 
 def group_with_signal(run: Path) -> int:
-    """The newest group of which about half the members are good."""
+    """The newest group of which about half the rollouts are good."""
     order = "ORDER BY abs(advantage - 0.5), step DESC LIMIT 1"
     with closing(sqlite3.connect(run / "run.db")) as record:
-        return record.execute(f"SELECT draw FROM rollouts {order}").fetchone()[0]
+        return record.execute(f"SELECT draw + 1 FROM rollouts {order}").fetchone()[0]
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:

@@ -742,13 +742,13 @@ def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> 
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     wanted, wanted_logprobs = draw_tokens(logits, temperatures, uniforms)
     given = (each.to(device) for each in (logits, temperatures, uniforms))
-    tokens, logprobs = kernels.draw(*given, 128)
+    tokens, logprobs = kernels.draw(*given)
     assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
     for number in (torch.nan, torch.inf):
         logits[7, 2500] = number
         given = (each.to(device) for each in (logits, temperatures, uniforms))
-        finite = kernels.draw(*given, 128)[1].cpu().isfinite()
+        finite = kernels.draw(*given)[1].cpu().isfinite()
         assert finite.tolist() == [n != 7 for n in range(12)]
 
 

@@ -35,7 +35,7 @@ _COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\u
 
 def collect_seldom() -> None:
     """Collect garbage rarely, in commands that make no run: their imports leave hardly any, and collecting takes a tenth of their time."""
-    gc.set_threshold(100_000)
+    gc.set_threshold(1_000_000)
 
 
 def write_json(data: Any) -> None:

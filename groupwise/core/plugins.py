@@ -113,10 +113,11 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
     return _unknown_plugin_message(spec, target, kind, builtins, announced)
 
 
-def trains_when_imported(source: str | bytes) -> str | None:
+def trains_when_imported(source: str | bytes, *, or_makes_trainer: bool = False) -> str | None:
     """The statement of a module that would start training on import, e.g. `line 40: trainer.train()`; None if there is none.
 
-    `model.train()` does not count: it switches PyTorch to training mode. None also if the source is not Python.
+    `model.train()` does not count: it switches PyTorch to training mode. `or_makes_trainer` counts a call of GRPOTrainer, which loads the
+    model. None also if the source is not Python.
     """
     try:
         outer: list[ast.AST] = list(reversed(ast.parse(source).body))
@@ -124,15 +125,22 @@ def trains_when_imported(source: str | bytes) -> str | None:
         return None
     while outer:
         node = outer.pop()
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = ast.unparse(node.func.value)
-            if node.func.attr == "train" and not owner.endswith("model"):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            trains = called.endswith(".train") and not called.endswith("model.train")
+            if trains or (or_makes_trainer and called_name(node) == "GRPOTrainer"):
                 return f"line {node.lineno}: {ast.unparse(node):.60}"
         if isinstance(node, ast.If) and runs_as_script(node.test):
             outer += reversed(node.orelse)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             outer += reversed(list(ast.iter_child_nodes(node)))
     return None
+
+
+def called_name(call: ast.Call) -> str:
+    """The name of what is called, without the object or module that it belongs to; empty if it has none."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def runs_as_script(test: ast.expr) -> bool:

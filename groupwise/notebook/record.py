@@ -99,19 +99,19 @@ class Record:
         """
         rollouts = self.rollouts(step, limit)
         with self._store() as store:
-            prompts = store.prompts({rollout.draw for rollout in rollouts})
+            prompts = store.prompts({rollout.group - 1 for rollout in rollouts})
         # The prompt stands only in the first row of each group.
-        draws = [None, *(rollout.draw for rollout in rollouts)]
+        groups = [None, *(rollout.group for rollout in rollouts)]
         rows = [
             (
-                prompt_end(prompts[rollout.draw], longest // 2)
-                if rollout.draw != previous_draw
+                prompt_end(prompts[rollout.group - 1], longest // 2)
+                if rollout.group != previous_group
                 else "",
                 number(rollout.reward),
                 "  ".join(f"{part.name} {number(part.value)}" for part in rollout.parts),
                 shorten(rollout.completion, longest),
             )
-            for previous_draw, rollout in zip(draws, rollouts, strict=False)
+            for previous_group, rollout in zip(groups, rollouts, strict=False)
         ]
         return Table("Completions", rows, ("asked", "reward", "parts", "completion"))
 

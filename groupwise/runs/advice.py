@@ -47,7 +47,7 @@ RULES = (
         WITHOUT_SIGNAL,
         "groups without signal",
         lambda value: value > MOST_WITHOUT_SIGNAL,
-        "In {value} of the groups all members earn the same, so that these teach nothing.",
+        "In {value} of the groups all rollouts earn the same, so that these teach nothing.",
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
         "than right from wrong, or warm the model up first (warm_up).",
         alike=False,
@@ -56,7 +56,7 @@ RULES = (
         WITHOUT_SIGNAL,
         "groups without signal",
         lambda value: value > MOST_WITHOUT_SIGNAL,
-        "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
+        "In {value} of the groups all rollouts earn the same, because most rollouts of a group are alike: there is nothing to choose from.",
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
         alike=True,
@@ -97,7 +97,7 @@ RULES = (
         "entropy",
         "no entropy left",
         lambda value: value < 0.05,
-        "The entropy is {value} nats: the policy is nearly certain of each token, and members of a group become alike.",
+        "The entropy is {value} nats: the policy is nearly certain of each token, and the rollouts of a group become alike.",
         "Raise sampler.temperature, lower training.learning_rate, or set algorithm.beta above 0 to stay nearer to the start.",
         "{:.3f}",
     ),

@@ -45,13 +45,13 @@ from groupwise.runs import checkpoints
 from groupwise.runs.config import RESERVED
 from groupwise.runs.lock import LOCK, RunLock, holder, is_held
 from groupwise.runs.records import ResumeRecord
+from groupwise.runs.schema import RECORD
 from groupwise.runs.store import Store
 
 State = Literal["running", "finished", "interrupted", "failed"]
 ShownState = Literal["running", "finished", "interrupted", "failed", "crashed"]
 
 CONFIG = "config.json"
-RECORD = "run.db"
 SUMMARY = "summary.json"
 RESULTS = "results"
 CHECKPOINTS = "checkpoints"

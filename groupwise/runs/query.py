@@ -105,7 +105,7 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     candidates: tuple[tuple[Lead, str, Any], ...] = (
         ("part", "§part.name = ?", filters.part and label(filters.part)),
         ("step", "§rollouts.step = ?", None if filters.step is None else filters.step - 1),
-        ("draw", "§rollouts.draw = ?", filters.draw),
+        ("draw", "§rollouts.draw = ?", None if filters.group is None else filters.group - 1),
         ("example", "§rollouts.example = ?", filters.example),
         ("task", _task_condition(filters, plan), filters.task and task_label(filters.task)),
         (
@@ -207,7 +207,7 @@ def _from_clause(filters: RolloutFilter, plan: Plan) -> str:
 
 def _scans_by_task(filters: RolloutFilter, plan: Plan) -> bool:
     """True if the query scans the draws of a task, in their order."""
-    narrower = (filters.step, filters.draw, filters.example, filters.text)
+    narrower = (filters.step, filters.group, filters.example, filters.text)
     task_alone = filters.task is not None and filters.order == "draw" and narrower == (None,) * 4
     return task_alone and plan.lead in (None, "task")
 

@@ -55,7 +55,7 @@ def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> No
 
 _COLUMNS: dict[str, dict[str, str]] = {
     "rollouts": {
-        **dict.fromkeys(("id", "step", "draw", "member", "attempt", "example"), "whole"),
+        **dict.fromkeys(("id", "step", "group", "rollout", "attempt", "example"), "whole"),
         **dict.fromkeys(("outcome", "reason"), "text"),
         **dict.fromkeys(("reward", "advantage"), "number"),
         "parts": "parts",

@@ -113,7 +113,8 @@ class RolloutFilter:
 
     step: int | None = None
     """Number of the step, from 1."""
-    draw: int | None = None
+    group: int | None = None
+    """Number of the group, from 1: its draw + 1."""
     example: int | None = None
     task: str | None = None
     """Task in a mixture: the label of the example, or the name of its dataset."""
@@ -142,8 +143,10 @@ class RolloutView:
     id: int
     step: int | None
     """Number of its step, from 1; None if it belongs to no committed step."""
-    draw: int
-    member: int
+    group: int
+    """Number of its group in the run, from 1: its draw + 1."""
+    rollout: int
+    """Its number in the group, from 1: its member + 1."""
     attempt: int
     example: int
     outcome: Outcome
@@ -169,7 +172,7 @@ class RolloutDetail:
     origin: str
     """Why its example was drawn; see `groupwise.core.types.Group.origin`."""
     again: int | None
-    """The draw whose completions these are, if they were replayed."""
+    """The number of the group whose completions these are, if they were replayed."""
     columns: str
     """The columns of its example, as JSON."""
     messages: str | None

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+RECORD = "run.db"
+"""The name of a run's record in its folder."""
 APPLICATION_ID = 0x47525057
 """Marks the file as a run record (`GRPW`)."""
 

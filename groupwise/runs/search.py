@@ -37,7 +37,7 @@ NEAR = 3
 AT_ONCE = 500
 """Rollouts of a long list whose texts are in memory at once."""
 _VIEW = (
-    "rollouts.id, rollouts.step + 1, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
+    "rollouts.id, rollouts.step + 1, rollouts.draw + 1, member + 1, attempt, rollouts.example, outcome, reason, reward, advantage,"
     " truncated, completion_tokens, ended_by, rollouts.task"
 )
 MOST_OF_REASON = 300
@@ -121,7 +121,7 @@ def every_rollout(
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
         detail_rows = db.all(
-            "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
+            "SELECT rollouts.id, origin, again + 1, columns, messages, notes FROM json_each(?) AS chosen"
             " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
             (json.dumps(ids),),
         )
@@ -144,8 +144,8 @@ def _read_views(
     for (
         id,
         step,
-        draw,
-        member,
+        group,
+        rollout,
         attempt,
         example,
         outcome,
@@ -158,8 +158,8 @@ def _read_views(
         views[id] = RolloutView(
             id,
             step,
-            draw,
-            member,
+            group,
+            rollout,
             attempt,
             example,
             outcome,

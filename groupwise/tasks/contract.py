@@ -111,6 +111,12 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
 }
 GIVING_REWARDS = ("get_reward_funcs", "get_environment", "get_program")
 """Hooks of which one must be there, so that rollouts can be scored."""
+SUBSTITUTES: dict[str, tuple[str, ...]] = {
+    "get_reward_funcs": ("get_environment", "get_program"),
+    "compute_metrics": GIVING_REWARDS,
+}
+"""A needed hook may be absent if one of these is there: an environment may give the rewards itself, and the means of the rewards are
+metrics."""
 NO_TASKS = ("wordle_rules", "reasoning_gym_answers", "reasoning_gym_problems")
 """Modules of `tasks/builtin` that are not tasks."""
 
@@ -128,6 +134,8 @@ class Task:
         self.shares: dict[str, tuple[Share, ...]] = {}
         """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """Configs and results of `_call_once`, by hook."""
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
         """The same task with this function as a hook, replacing the task's own if it has one."""
@@ -210,7 +218,7 @@ class Task:
 
     def program(self, config: Any) -> Program:
         """The program of an environment that plays by itself."""
-        program = self._call_hook("get_program", config=config)
+        program = self._call_once("get_program", config)
         if not isinstance(program, Program):
             raise TaskError(
                 f"{self.described}: get_program returned {type(program).__name__}. Expected a groupwise.tasks.external.protocol.Program."
@@ -218,9 +226,9 @@ class Task:
         return program
 
     def environment(self, config: Any) -> EnvironmentFactory:
-        """The factory of environments, one for each rollout; the hook is called once per process."""
+        """The factory of environments, one for each rollout."""
         where = f"{self.described}: get_environment"
-        factory = check_factory(self._call_hook("get_environment", config=config), where)
+        factory = check_factory(self._call_once("get_environment", config), where)
         silent = not getattr(factory, "gives_rewards", True)
         if silent and not self.has("get_reward_funcs"):
             raise TaskError(
@@ -329,9 +337,11 @@ class Task:
         functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
         names = ", ".join(functions) or "none"
+        others = " or ".join(SUBSTITUTES.get(hook, ()))
+        substitutes = f" (or {others})" if others else ""
         hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
-            f"{self.described} has no {hook}, which `{verb}` needs.\n"
+            f"{self.described} has no {hook}, which `{verb}` needs{substitutes}.\n"
             f"  expected: def {_hook_signature(hook)}\n"
             f"  functions there are: {names}{hint}"
         )
@@ -364,6 +374,12 @@ class Task:
     def _note_account(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):
             self.accounts[hook], self.shares[hook] = rows.account, rows.shares
+
+    def _call_once(self, hook: str, config: Any) -> Any:
+        """The result of a hook that may start processes, such as servers of tools: it is called once for a config, to check and to run."""
+        if hook not in self._made or self._made[hook][0] != config:
+            self._made[hook] = (config, self._call_hook(hook, config=config))
+        return self._made[hook][1]
 
     def _call_hook(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)
@@ -415,15 +431,16 @@ def load_task(source: object) -> Task:
     return Task(source, type(source).__name__, None, _file_of(type(source)))
 
 
+def absent_hooks(task: Task, verb: Verb) -> list[str]:
+    """The hooks that the command needs, and for which the task has no substitute either."""
+    return [
+        hook for hook in NEEDED[verb] if not any(map(task.has, (hook, *SUBSTITUTES.get(hook, ()))))
+    ]
+
+
 def require(task: Task, verb: Verb) -> None:
     """Raise TaskError unless the task has everything that `rl` or `eval` needs, and nothing that would go unused."""
-    # An environment may provide the rewards itself.
-    absent = [
-        hook
-        for hook in NEEDED[verb]
-        if not task.has(hook) and not (hook == "get_reward_funcs" and task.gives_rewards)
-    ]
-    if absent:
+    if absent := absent_hooks(task, verb):
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
     for hook in (*NEEDED[verb], *USED_IF_THERE[verb]):
         if task.has(hook):

@@ -71,8 +71,10 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.sampler.config import SamplerConfig
     from groupwise.engine.sampler.servers.probe import LocalPolicy
-    from groupwise.engine.sampler.servers.sampler import ServerSampler
+    from groupwise.engine.sampler.servers.sampler import ServerSampler, WeightSync
+    from groupwise.engine.sampler.servers.server_pool import Servers
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
     from groupwise.training.placement import AnyConfig
     from groupwise.training.sft_config import SftConfig
@@ -448,76 +450,79 @@ async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Pat
 def _server_sampler(
     config: RunConfig, layout: Layout, local_policy: LocalPolicy, tokenizer: Any
 ) -> ServerSampler:
-    from groupwise.api.openai_client.client import Endpoint
-    from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
+    """The sampler of servers: their addresses or one that is started here, how weights reach them, and what checks their answers."""
     from groupwise.engine.sampler.servers.sampler import ServerSampler
-    from groupwise.engine.sampler.servers.server_pool import Server, Servers
-    from groupwise.engine.sampler.servers.sglang import SglangServer
-    from groupwise.engine.sampler.servers.spawned_server import (
-        ALLOCATOR_SETTINGS,
-        has_expandable_segments,
-    )
-    from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
-    routers = local_policy.router_shape() if sampler_config.routing_replay else None
-    own_server, shared = None, None
-    if sampler_config.vllm_python is not None:
-        own_server = _own_server(config, layout, local_policy.rank, timing)
-        servers = Servers(
-            [own_server.server],
-            sampler_config.server_timeout,
-            timing,
-            lambda: f"Read why in {own_server.log}",
-        )
-    else:
-        endpoints = [
-            Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout)
-            for url in sampler_config.urls
-        ]
-        kind = SglangServer if sampler_config.engine == "sglang" else Server
-        servers = Servers(
-            [kind(endpoint, sampler_config.concurrency, timing) for endpoint in endpoints],
-            sampler_config.server_timeout,
-            timing,
-        )
-    if sampler_config.adapter_folder is not None:
-        folder = Path(sampler_config.adapter_folder).expanduser().resolve()
-        there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
-        shared = SharedFolder(folder, there)
-    takes = sampler_config.weight_transfer or "files"
-    if takes == "ipc" and own_server is None and has_expandable_segments(os.environ):
-        raise UsageError(
-            f"sampler.weight_transfer is ipc, but {' or '.join(ALLOCATOR_SETTINGS)} has expandable_segments:True, and other processes "
-            "cannot map such memory. Take it out, or set weight_transfer to files."
-        )
-    if own_server is not None:
-        takes = own_server.spec.takes
-    sync = (
-        AdapterFiles(shared, local_policy.write_by_expert if local_policy.adapts_experts else None)
-        if local_policy.rank is not None or takes == "adapters"
-        else WholeWeights(
-            base,
-            takes,
-            local_policy,
-            timeout=sampler_config.weight_transfer_timeout,
-            shared=shared,
-            own=own_server,
-        )
+    own = (
+        None
+        if sampler_config.vllm_python is None
+        else _own_server(config, layout, local_policy.rank, timing)
     )
     return ServerSampler(
-        servers,
+        _servers(sampler_config, base, own, timing),
         local_policy,
         tokenizer,
         base=base,
         key_length=layout.key_length,
         tolerance=sampler_config.logprob_tolerance,
         seeded=layout.seeded,
-        sync=sync,
-        own=own_server,
-        routers=routers,
+        sync=_weight_sync(sampler_config, base, own, local_policy),
+        own=own,
+        routers=local_policy.router_shape() if sampler_config.routing_replay else None,
     )
+
+
+def _servers(
+    sampler_config: SamplerConfig, base: str, own: SpawnedServer | None, timing: Timing
+) -> Servers:
+    """The run's own server, or those at `sampler.urls`."""
+    from groupwise.api.openai_client.client import Endpoint
+    from groupwise.engine.sampler.servers.server_pool import Server, Servers
+    from groupwise.engine.sampler.servers.sglang import SglangServer
+
+    timeout = sampler_config.server_timeout
+    if own is not None:
+        return Servers([own.server], timeout, timing, lambda: f"Read why in {own.log}")
+    kind = SglangServer if sampler_config.engine == "sglang" else Server
+    endpoints = [
+        Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout)
+        for url in sampler_config.urls
+    ]
+    servers = [kind(endpoint, sampler_config.concurrency, timing) for endpoint in endpoints]
+    return Servers(servers, timeout, timing)
+
+
+def _weight_sync(
+    sampler_config: SamplerConfig, base: str, own: SpawnedServer | None, local_policy: LocalPolicy
+) -> WeightSync:
+    """How new weights reach the servers. Raises UsageError if this process cannot share its GPU memory with them."""
+    from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
+    from groupwise.engine.sampler.servers.spawned_server import (
+        ALLOCATOR_SETTINGS,
+        has_expandable_segments,
+    )
+    from groupwise.engine.sampler.servers.whole_weights import WholeWeights
+
+    takes = sampler_config.weight_transfer or "files"
+    if own is not None:
+        takes = own.spec.takes
+    elif takes == "ipc" and has_expandable_segments(os.environ):
+        raise UsageError(
+            f"sampler.weight_transfer is ipc, but {' or '.join(ALLOCATOR_SETTINGS)} has expandable_segments:True, and other processes "
+            "cannot map such memory. Take it out, or set weight_transfer to files."
+        )
+    shared = None
+    if sampler_config.adapter_folder is not None:
+        folder = Path(sampler_config.adapter_folder).expanduser().resolve()
+        there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
+        shared = SharedFolder(folder, there)
+    if local_policy.rank is not None or takes == "adapters":
+        by_expert = local_policy.write_by_expert if local_policy.adapts_experts else None
+        return AdapterFiles(shared, by_expert)
+    timeout = sampler_config.weight_transfer_timeout
+    return WholeWeights(base, takes, local_policy, timeout=timeout, shared=shared, own=own)
 
 
 def _own_server(

@@ -207,7 +207,7 @@ REFUSED = [
         for verb, hook, parameters in (
             ("rl", "get_rl_dataset", "config)"),
             ("rl", "get_reward_funcs", "config, tokenizer)"),
-            ("eval", "compute_metrics", "prompts, completions, dataset_rows, config"),
+            ("eval", "get_eval_dataset", "config)"),
         )
     ),
     case("sft", "has no get_sft_dataset", config=(CONFIG, "model: {name: tiny}\n")),

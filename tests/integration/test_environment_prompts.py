@@ -73,7 +73,7 @@ def test_a_dry_run_shows_the_prompt_that_the_run_records(tmp_path: Path, environ
     groupwise.rl(settings(tmp_path), task(environment))
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         (first, _) = store.groups(0)
-        shown = {view.prompt for view in store.rollouts(RolloutFilter(draw=0))}
+        shown = {view.prompt for view in store.rollouts(RolloutFilter(group=1))}
     recorded = render_prompt(load_tokenizer(ModelConfig(name="tiny")), first.rollouts[0].prompt_ids)
     assert plan["first_prompt"] == recorded
     assert shown == {recorded}

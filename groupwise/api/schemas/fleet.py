@@ -269,10 +269,14 @@ class PruneBody(FleetBody):
     dry_run: bool = Field(default=False, description="Say which, and remove nothing.")
 
 
+FINGERPRINT = "^SHA256:[A-Za-z0-9+/]{43}$"
+"""Of a host key, as OpenSSH prints it."""
+
+
 class TrustBody(FleetBody):
     """The fingerprint of the right host key."""
 
-    fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
+    fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = Field(
         default=None,
         description=(
             "The fingerprint that the machine itself prints: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: the key "

@@ -18,7 +18,7 @@ class EngineOptions:
         int | None,
         option(
             "N",
-            "Most jobs that wait for the engine or run there, together; at first 8.",
+            "Most jobs that the scheduler has at once, waiting and running. A new machine has 8.",
             min=1,
             max=1024,
         ),
@@ -26,35 +26,41 @@ class EngineOptions:
     gpus_per_job: Annotated[
         int | None,
         option(
-            "N", "Most GPUs that one job may ask the engine for; at first none.", min=0, max=1024
+            "N",
+            "Most GPUs that one job may ask the scheduler for. A new machine has 0.",
+            min=0,
+            max=1024,
         ),
     ] = None
-    gpu_model: Annotated[str | None, option("M", "Type of these GPUs, as the engine names it.")] = (
-        None
-    )
+    gpu_model: Annotated[
+        str | None, option("M", "Model of these GPUs, as the scheduler names it.")
+    ] = None
     gpu_memory: Annotated[
         int | None,
-        option("SIZE", "Memory of each of these GPUs, as 80GB.", parser=megabytes("--gpu-memory")),
+        option(
+            "SIZE", "Memory of each of these GPUs, such as 80GB.", parser=megabytes("--gpu-memory")
+        ),
     ] = None
-    partition: Annotated[str | None, option("P", "Partition of Slurm.")] = None
+    partition: Annotated[str | None, option("P", "Partition of Slurm that gets the jobs.")] = None
     sbatch: Annotated[
         list[str],
         option(
-            "OPTION", "Option of sbatch for each job, as --sbatch=--account=lab. May be repeated."
+            "OPTION",
+            "Option that sbatch gets for each job, such as --sbatch=--account=lab. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     address: Annotated[
         str | None,
         option(
             "URL",
-            "Address of Ray's dashboard, as that machine reaches it; default: http://127.0.0.1:8265.",
+            "Address of Ray's dashboard, seen from that machine; default: http://127.0.0.1:8265.",
         ),
     ] = None
     resource: Annotated[
         list[str],
         option(
             "NAME=N",
-            "Resource of Ray for each job, as --resource accelerator_type:A100=0.001. May be repeated.",
+            "Resource that each job asks Ray for, such as --resource accelerator_type:A100=0.001. May be repeated.",
         ),
     ] = field(default_factory=list[str])
 

@@ -30,17 +30,26 @@ def new(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="read, act or admin.")],
     fleet_at: FleetOption = None,
     project: Annotated[
-        list[str] | None, option("P", "Only for jobs of this project. May be repeated.")
+        list[str] | None,
+        option("P", "Let the key reach only jobs of this project. May be repeated."),
     ] = None,
     lasts: Annotated[
-        float | None, option("TIME", "90d, 12h; default: until revoked.", parser=seconds("--lasts"))
+        float | None,
+        option(
+            "TIME",
+            "How long the key is valid, such as 90d or 12h; default: until it is revoked.",
+            parser=seconds("--lasts"),
+        ),
     ] = None,
     note: Annotated[str | None, option("TEXT", "Who or what the key is for.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key, and print it once.
+    """Make a key for the HTTP API, and print it. It cannot be shown again.
 
-    read: look. act: submit, stop, hold and resume jobs. admin: machines, projects and keys as well.
+        groupwise fleet key new act --project team-a --lasts 90d
+
+    A key of the role `read` may look. `act` may also submit, stop, hold and resume jobs. `admin` may also change machines, projects and
+    keys.
     """
     if role not in ROLES:
         raise UsageError(f"{role!r} is not a role; there are {', '.join(ROLES)}.")

@@ -44,7 +44,8 @@ LOCATION = ("transport", "ip_address", "port", "user", "ssh_key_path", "jump", "
 """Fields that say where a machine is, and how it is logged in to."""
 YesOption = Annotated[bool, flag("Do not ask.", "--yes", "-y")]
 TrustJump = Annotated[
-    str | None, option("FINGERPRINT", "Host key of the jump host, as SHA256:….", "--trust-jump")
+    str | None,
+    option("FINGERPRINT", "Fingerprint of the jump host's key, SHA256:….", "--trust-jump"),
 ]
 
 
@@ -53,26 +54,28 @@ class MachineOptions:
     """What jobs run with on a machine, and which jobs."""
 
     workdir: Annotated[
-        str | None, option("D", "Folder of the fleet there; at first groupwise-fleet in the home.")
+        str | None, option("D", "Folder of the fleet there. A new machine has ~/groupwise-fleet.")
     ] = None
     python: Annotated[
-        str | None, option("P", "Interpreter of the environment that jobs run in.")
+        str | None, option("P", "Python that jobs there run with, such as /opt/env/bin/python.")
     ] = None
     label: Annotated[
         list[str], option("K=V", "Label for `submit --vm-label`. May be repeated.")
     ] = field(default_factory=list[str])
     cpu_slots: Annotated[
         int | None,
-        option("N", "Most jobs without GPUs at the same time; at first 1.", min=0, max=1024),
+        option(
+            "N", "Most jobs without GPUs at the same time. A new machine has 1.", min=0, max=1024
+        ),
     ] = None
     project: Annotated[
-        list[str] | None, option("P", "Only jobs of this project. May be repeated.")
+        list[str] | None, option("P", "Run only jobs of this project there. May be repeated.")
     ] = None
     deadman: Annotated[
         float | None,
         option(
             "TIME",
-            "Jobs there end if the fleet has been silent for this time, as 10min; at first off.",
+            "End the jobs there if the machine has not heard from the fleet for this time, such as 10min, or `off`. A new machine has off.",
             parser=seconds("--deadman", "off"),
         ),
     ] = None
@@ -81,7 +84,11 @@ class MachineOptions:
     ] = None
     idle_memory_mb: Annotated[
         int | None,
-        option("MB", "A GPU is idle if it uses no more memory than this; at first 500.", min=0),
+        option(
+            "MB",
+            "A GPU with no more memory in use than this counts as idle. A new machine has 500.",
+            min=0,
+        ),
     ] = None
 
     def fields(self) -> dict[str, Any]:
@@ -113,7 +120,8 @@ def add(
     fleet_at: FleetOption = None,
     ssh: SshOptions,
     trust: Annotated[
-        str | None, option("FINGERPRINT", "Its host key, as SHA256:…; another one is refused.")
+        str | None,
+        option("FINGERPRINT", "Fingerprint of its host key, SHA256:…; another key is refused."),
     ] = None,
     trust_jump: TrustJump = None,
     yes: Annotated[
@@ -121,20 +129,24 @@ def add(
     ] = False,
     settings: MachineOptions,
     engine: Annotated[
-        str | None, option("E", "Engine that runs jobs on its own machines: slurm or ray.")
+        str | None, option("E", "Scheduler that places its jobs on a cluster: slurm or ray.")
     ] = None,
     engine_options: EngineOptions,
-    prepare: Annotated[bool, flag("Then do the same as `vm prepare`.", "--prepare")] = False,
+    prepare: Annotated[
+        bool, flag("Prepare it as well, as `vm prepare` does.", "--prepare")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Add a machine to the fleet.
 
-    Its host key is read and shown; the machine is used once the key is trusted: by your known_hosts, --trust, --yes, or your answer here.
-    Then it is logged in to, and what is there is shown; if that fails, it is not added. Without --host it is the removed machine of this
-    name, with its login and host key.
+        groupwise fleet vm add gpu-1 --host ubuntu@10.0.0.11
 
-    With --engine slurm it is a login node, from which jobs are submitted to Slurm; with --engine ray it reaches Ray's dashboard. Then
-    without --host it is this machine.
+    The command shows the machine's host key. Jobs run there once that key is trusted: it stands in your known_hosts, or you give --trust
+    or --yes, or you answer yes. The command then logs in and prints what it finds; if it cannot log in, the machine is not added. Without
+    --host it adds a machine again that was removed.
+
+    With --engine slurm the machine is a login node of Slurm, with --engine ray one that reaches Ray's dashboard. Then, without --host, it
+    is this machine.
     """
     from groupwise.cli.environment import EnvironmentOptions
     from groupwise.cli.fleet.prepare import prepare_new
@@ -251,13 +263,16 @@ def _location_from_afar(vm: str, ssh: SshOptions, trust: Trust, *, prepare: bool
 
 
 def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
+    from groupwise.api.schemas.fleet import FINGERPRINT
+
     if trust is not None and yes:
         raise UsageError(
             f"{option} and --yes contradict each other: one names the key, one takes any."
         )
-    if trust is not None and not trust.startswith("SHA256:"):
+    if trust is not None and re.fullmatch(FINGERPRINT, trust) is None:
         raise UsageError(
-            f"{option} {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
+            f"{option} {trust}: a fingerprint is SHA256: and 43 characters, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` "
+            "prints it on that machine."
         )
 
 
@@ -344,7 +359,9 @@ def trust(
     fingerprint: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FINGERPRINT]", help="Fingerprint of its own key.", show_default=False
+            metavar="[FINGERPRINT]",
+            help="What `ssh-keygen -lf` prints there for its key, SHA256:…. Another key is refused; without it you are asked.",
+            show_default=False,
         ),
     ] = None,
     fleet_at: FleetOption = None,
@@ -354,7 +371,7 @@ def trust(
     as_json: AsJson = False,
 ) -> None:
     """Trust the host key that a machine shows, and try its login."""
-    _check_trust(fingerprint, yes)
+    _check_trust(fingerprint, yes, "FINGERPRINT")
     if fingerprint is None and not yes:
         with fleet(fleet_at) as access:
             machine = access.machine(vm)
@@ -380,7 +397,7 @@ def clear_quarantine(
     fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a GPU to jobs again that had been faulty."""
+    """End the quarantine of a GPU: jobs may use it again."""
     _change_machine("clear_quarantine", vm, fleet_at, as_json, gpu)
 
 

@@ -35,7 +35,7 @@ class PrepareOptions(EnvironmentOptions):
         str | None,
         option(
             "P",
-            "Interpreter there that the environment is made with; default: the version used here.",
+            "Interpreter there that makes the environment; default: of the version used here.",
             "--base-python",
             "--python",
         ),
@@ -49,19 +49,19 @@ def prepare(
     packages: PrepareOptions,
     wheel: Annotated[
         list[Path] | None,
-        option("FILE", "Also install this wheel, without what it needs. May be repeated."),
+        option("FILE", "Also install this wheel, without its requirements. May be repeated."),
     ] = None,
     extra_index_url: Annotated[
         list[str] | None, option("URL", "A further package index. May be repeated.")
     ] = None,
     env: Annotated[
-        list[str] | None, option("K=V", "Variable for pip, as HTTPS_PROXY=…. May be repeated.")
+        list[str] | None, option("K=V", "Variable for pip, such as HTTPS_PROXY=…. May be repeated.")
     ] = None,
     secret: Annotated[
         list[str] | None,
         option(
             "NAME[=env:X|file:P]",
-            "Variable for pip with a secret value, as PIP_INDEX_URL=env:X. May be repeated.",
+            "Variable for pip with a secret value, such as PIP_INDEX_URL=env:X. May be repeated.",
         ),
     ] = None,
     time_limit: Annotated[
@@ -74,15 +74,17 @@ def prepare(
         ),
     ] = 7200.0,
     prune: Annotated[
-        bool, flag("Then remove environments there that are no longer used.", "--prune")
+        bool, flag("Afterwards remove environments there that nothing uses.", "--prune")
     ] = False,
-    dry_run: Annotated[bool, flag("Print the lock; do nothing.", "--dry-run")] = False,
+    dry_run: Annotated[
+        bool, flag("Print the releases that would be installed; do nothing.", "--dry-run")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build the Python environment that its jobs run in.
+    """Build a Python environment on machines, in which their jobs run from then on.
 
-    It gets groupwise as it is here, and what that needs in the releases that are installed here; the machine's row then names its
-    interpreter. What is there already is left as it is. The machine needs Python 3.11 or newer with venv.
+    It gets groupwise exactly as it is here, and the releases of its requirements that are installed here. Environments that are there
+    already stay as they are. The machine needs Python 3.11 or newer with venv.
     """
     if as_json and dry_run:
         raise UsageError("--dry-run prints a lock for pip, which is not JSON: leave --json out.")

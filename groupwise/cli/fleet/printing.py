@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from groupwise.cli.printing import fold, print_pairs, print_section, print_table, print_text
 from groupwise.core.terminal.quantities import counted, duration
-from groupwise.core.terminal.text import one_line, shorten
+from groupwise.core.terminal.text import command_line, one_line, shorten
 
 Document = Mapping[str, Any]
 
@@ -192,8 +192,6 @@ def _remark(job: Document) -> str:
 def print_job(job: Document, now: float) -> None:
     """Print everything about one job."""
     arguments = job["arguments"]
-    resources: Document = job["resources"] or {}
-    needs = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
     submitter = job["submitted_by"] or "SQL"
     print_pairs(
         [
@@ -204,10 +202,10 @@ def print_job(job: Document, now: float) -> None:
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
             ("exit code", job["exit_code"]),
             ("kind", job["job_type"]),
-            ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
+            ("command", arguments and shorten(command_line(arguments), LONGEST_COMMAND)),
             ("project", job["project"]),
             ("priority", job["priority"] or None),
-            ("needs", ", ".join(f"{name} {_value_text(value)}" for name, value in needs.items())),
+            ("needs", needs_text(job["resources"] or {})),
             ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
             ("started", clock_time(stamp(job["start_time"]))),
@@ -241,11 +239,21 @@ def _checkpoint_text(job: Document, now: float) -> str | None:
     return "; ".join(lines) or None
 
 
+def needs_text(resources: Document) -> str:
+    """What a job asks for."""
+    return ", ".join(
+        "a prepared machine" if name == "prepared" else f"{name} {_value_text(value)}"
+        for name, value in resources.items()
+        if value not in (None, [], {}, "")
+    )
+
+
 def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
     if isinstance(value, list):
-        return ",".join(str(item) for item in value)  # type: ignore[reportUnknownVariableType]
+        items = [str(item) for item in value]  # type: ignore[reportUnknownVariableType]
+        return ("; " if any(" " in item for item in items) else ",").join(items)
     return str(value)
 
 

@@ -105,11 +105,16 @@ class SshOptions:
     """How a machine is reached."""
 
     host: Annotated[
-        str | None, option("H", "[USER@]NAME[:PORT]: `vm add` takes NAME as `ssh NAME` has it.")
+        str | None,
+        option(
+            "H", "[USER@]NAME[:PORT]. `vm add` reads what ~/.ssh/config says of NAME, as ssh does."
+        ),
     ] = None
-    port: Annotated[int | None, option("N", "Port of SSH; at first 22.", min=1, max=65535)] = None
+    port: Annotated[
+        int | None, option("N", "Port of SSH. A new machine has 22.", min=1, max=65535)
+    ] = None
     user: Annotated[str | None, option("U", "User to log in as.")] = None
-    key: Annotated[str | None, option("FILE", "The private key, on this machine.")] = None
+    key: Annotated[str | None, option("FILE", "Private key for the login, a file here.")] = None
     alias: Annotated[
         str | None,
         option(

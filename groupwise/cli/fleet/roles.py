@@ -79,7 +79,7 @@ def up(
     poll_seconds: PollOption = None,
     listen: ListenOptions,
 ) -> None:
-    """Start a fleet in this process.
+    """Start a fleet, which runs until this command ends.
 
     This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run go on, and the next `up` continues them.
     """
@@ -117,7 +117,7 @@ def dispatcher(
 def requeue(
     fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
-    """Compare all attempts with their machines once a minute, and repair."""
+    """Find rows of the database that contradict each other, once a minute, and repair them."""
     _run_roles(fleet_at, "requeue", database=database, nats_url=nats_url)
 
 

@@ -32,6 +32,7 @@ from groupwise.cli.parsing import (
 )
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.text import command_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
@@ -84,10 +85,10 @@ class KindOptions:
         int | None, option("N", "Completions of each prompt; default: 4.", min=1)
     ] = None
     max_prompt_length: Annotated[
-        int | None, option("N", "Tokens, for GRPO; default: 256.", min=1)
+        int | None, option("N", "Most tokens of a prompt, for GRPO; default: 256.", min=1)
     ] = None
     max_completion_length: Annotated[
-        int | None, option("N", "Tokens, for GRPO; default: 128.", min=1)
+        int | None, option("N", "Most tokens of a completion, for GRPO; default: 128.", min=1)
     ] = None
     output_dir: Annotated[
         str | None, option("D", "Folder for what the training writes; default: outputs.")
@@ -148,8 +149,8 @@ class ResourceOptions:
         str | None,
         option(
             "N",
-            "Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: none, and 1 for a kind of job "
-            "if the fleet has one.",
+            "Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: 0 for a command, 1 for --kind "
+            "if the fleet has a GPU.",
             "--gpus",
             "--gpu",
         ),
@@ -158,7 +159,7 @@ class ResourceOptions:
         str | None,
         option(
             "TEXT",
-            "Words of the GPU's name, e.g. A100, A100-80GB or MIG-3g.20gb; a model that the fleet lacks is waited for.",
+            "Words of the GPU's name, e.g. A100, A100-80GB or MIG-3g.20gb. If the fleet lacks that model, the job waits for it.",
         ),
     ] = None
     gpu_memory: Annotated[
@@ -234,7 +235,7 @@ class ResourceOptions:
                 else f"machines: {', '.join(names) or 'none'}; models: {', '.join(models) or 'none'}."
             )
             raise UsageError(
-                f"--gpus {self.gpus}: no machine is called {model}, and no GPU of the fleet is a {model}; {hint} "
+                f"--gpus {self.gpus}: no machine is called {model}, and no GPU of the fleet has the model {model}; {hint} "
                 f"To wait for a GPU that is to be added: --gpus {count} --gpu-model {model}."
             )
 
@@ -274,7 +275,7 @@ class JobOptions:
         dict[str, Any] | None,
         option(
             "N|none",
-            "Retries after failures that may be the job's own fault; default: 2. none: it runs once, even if its machine is lost.",
+            "Retries after failures that may be the job's own fault; default: 2. With `none` it runs once, even if its machine is lost.",
             parser=_retry_policy,
         ),
     ] = None
@@ -536,6 +537,7 @@ def _print_plans(
 ) -> None:
     """For `--dry-run`: print the jobs and the machines where they could run."""
     from groupwise.api.schemas.problems import Refusal
+    from groupwise.cli.fleet.printing import needs_text
 
     plans: list[dict[str, Any]] = []
     for location, document in jobs.items():
@@ -551,14 +553,10 @@ def _print_plans(
     for plan in plans:
         for note in plan["notes"]:
             say(note)
-        needs = [
-            "a prepared machine" if name == "prepared" else f"{name} {value}"
-            for name, value in plan["resources"].items()
-        ]
         print_pairs(
             [
-                ("command", shlex.join(plan["arguments"])),
-                ("needs", ", ".join(needs)),
+                ("command", command_line(plan["arguments"])),
+                ("needs", needs_text(plan["resources"])),
                 ("files", len(plan["files"]) or None),
                 ("could run now on", ", ".join(plan["where"])),
                 *(("would wait" if n == 0 else "", text) for n, text in enumerate(plan["waits"])),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from groupwise.cli.launch.watch import call_backend, folder_of, report_rented, w
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.terminal.text import command_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, Handle, Plan
@@ -303,9 +303,9 @@ def _show_plan(
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
         *(() if installs is None else installs.lines()),
-        ("command", shlex.join(plan.command)),
+        ("command", command_line(plan.command)),
         *([("script", str(job.command.script))] if job.command.script else []),
-        ("arguments", shlex.join(job.command.words) or "none"),
+        ("arguments", command_line(job.command.words) or "none"),
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),

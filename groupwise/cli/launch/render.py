@@ -18,62 +18,70 @@ from groupwise.core.errors import UsageError
 
 def render(
     *,
-    image: Annotated[str, option("IMG", "Image with groupwise, and the project in --workdir.")],
+    image: Annotated[
+        str, option("IMG", "Image that has groupwise, and your project in --workdir.")
+    ],
     job: CommandOptions,
     format: Annotated[
         Literal["kubernetes", "skypilot", "dstack"],
-        option(None, "For kubectl apply, sky launch or dstack apply."),
+        option(None, "Which of the three it is printed for."),
     ] = "kubernetes",
     machines: Annotated[
         int,
         option(
             "N",
-            "Number of pods or nodes that work together, with torchrun.",
+            "Pods or nodes that run the job together, by torchrun.",
             "--machines",
             "--nodes",
             min=1,
         ),
     ] = 1,
-    gpus: Annotated[int, option("N", "GPUs that each pod or node has for itself.", min=0)] = 1,
+    gpus: Annotated[int, option("N", "GPUs of each pod or node.", min=0)] = 1,
     gpu_model: Annotated[
-        str | None, option("TYPE", "GPU as SkyPilot or dstack names it: H100, A100-80GB.")
+        str | None, option("TYPE", "Model of the GPUs, for SkyPilot and dstack: H100, A100-80GB.")
     ] = None,
     cpus: Annotated[
-        str | None, option("N", "CPU cores of a pod, as Kubernetes counts them.")
+        str | None, option("N", "CPU cores of each pod, for Kubernetes: 8, or 500m for a half.")
     ] = None,
-    memory: Annotated[str | None, option("SIZE", "Main memory of a pod, as 64Gi.")] = None,
-    disk_gb: Annotated[int | None, option("N", "Disk of a pod or node in GB.", min=1)] = None,
-    spot: Annotated[bool, flag("Spot machines, of SkyPilot or dstack.", "--spot")] = False,
+    memory: Annotated[str | None, option("SIZE", "Main memory of each pod, such as 64Gi.")] = None,
+    disk_gb: Annotated[int | None, option("N", "Disk of each pod or node in GB.", min=1)] = None,
+    spot: Annotated[bool, flag("Use spot machines, for SkyPilot and dstack.", "--spot")] = False,
     setup: Annotated[
-        str | None, option("COMMAND", "Shell command before the job, of SkyPilot or dstack.")
+        str | None,
+        option("COMMAND", "Shell command to run before the job, for SkyPilot and dstack."),
     ] = None,
     node_selector: Annotated[
         list[str] | None,
-        option("KEY=VALUE", "Label that nodes of the cluster must have. May be repeated."),
+        option("KEY=VALUE", "Label that a node must have, for Kubernetes. May be repeated."),
     ] = None,
     toleration: Annotated[
         list[str] | None,
         option(
             "TAINT",
-            "Taint of nodes that the pods tolerate: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. May be repeated.",
+            "Taint of a node that does not keep the pods away, for Kubernetes: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. "
+            "May be repeated.",
         ),
     ] = None,
     image_pull_secret: Annotated[
-        list[str] | None, option("NAME", "Secret with which the image is pulled. May be repeated.")
+        list[str] | None,
+        option("NAME", "Secret of Kubernetes for pulling the image. May be repeated."),
     ] = None,
-    namespace: Annotated[str | None, option("NS", "Namespace of the cluster.")] = None,
+    namespace: Annotated[str | None, option("NS", "Namespace of Kubernetes.")] = None,
     volume: Annotated[
         str | None,
         option(
             "NAME",
-            "An existing PersistentVolumeClaim, or volume of dstack, for the folder `runs`.",
+            "Where the folder `runs` lies: an existing PersistentVolumeClaim, or a volume of dstack.",
             "--volume",
             "--pvc",
         ),
     ] = None,
     secret: Annotated[
         str | None,
-        option("NAME", "Secret with the variables of --env and --env-file; default: NAME-env."),
+        option(
+            "NAME",
+            "Secret of Kubernetes that holds the variables of --env and --env-file; default: the job's name and -env.",
+        ),
     ] = None,
     workdir: Annotated[
         str | None, option("DIR", "Folder of the project in the image; default: /workspace.")
@@ -81,7 +89,7 @@ def render(
 ) -> None:
     """Print the job as YAML: a manifest of Kubernetes, or a task of SkyPilot or dstack.
 
-    No cluster is contacted: kubectl apply -f, sky launch or dstack apply -f submits it.
+    The command contacts no cluster. You submit what it prints: by kubectl apply -f, sky launch or dstack apply -f.
 
     groupwise launch render --image IMG --gpus 8 --volume runs -- rl --config C.yaml --task-module task.py
 

@@ -294,10 +294,20 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
         )
     print_section("last step", [(k, round_number(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
-        title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {counted(evaluation['step'], 'step')}"
-        print_section(title, [(k, round_number(v)) for k, v in evaluation["metrics"].items()])
+        print_section(
+            _evaluation_title(evaluation),
+            [(k, round_number(v)) for k, v in evaluation["metrics"].items()],
+        )
     settings = _settings_that_differ(facts["config"])
     print_section("configuration, without defaults (all: --json)", [*flatten(settings).items()])
+
+
+def _evaluation_title(evaluation: Mapping[str, Any]) -> str:
+    """Such as `evaluation after 40 steps (sums@40)`. Names that only say when it was are left out."""
+    name, step = evaluation["name"], evaluation["step"]
+    when = f"after {counted(step, 'step')}" if step else "before the first step"
+    label = "" if name in ("before", "after", f"step-{step}") else f"{name} "
+    return f"evaluation {label}{when} ({evaluation['policy']})"
 
 
 def _settings_that_differ(config: dict[str, Any]) -> dict[str, Any]:
@@ -350,13 +360,13 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
-    for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
-        group = list(members)
+    for number, (_, rollouts) in enumerate(groupby(views, key=lambda view: view.group)):
+        group = list(rollouts)
         first = group[0]
         heading = "unfinished" if first.step is None else f"step {first.step}"
         if number:
             print_text("")
-        print_text(f"━━ {heading} · draw {first.draw} · example {first.example} ━━")
+        print_text(f"━━ {heading} · group {first.group} · example {first.example} ━━")
         print_text(indent(first.prompt, "  │ "))
         for view in group:
             if view.outcome == "scored":
@@ -364,10 +374,11 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             else:
                 verdict = view.outcome.replace("_", " ").upper()
                 verdict += f": {one_line(view.reason)}" if view.reason else ""
-            facts = [f"#{view.member}", verdict]
+            facts = [f"rollout {view.rollout}", verdict]
             if view.advantage is not None:
                 facts.append(f"advantage {view.advantage:+.3f}")
-            facts.append(f"{view.completion_tokens} tokens{_cut_off_text(view)}")
+            if view.completion_tokens or not view.completion:  # logs of others have only texts
+                facts.append(f"{counted(view.completion_tokens, 'token')}{_cut_off_text(view)}")
             if view.attempt:
                 facts.append(f"attempt {view.attempt}")
             print_text("\n  " + " · ".join(facts))

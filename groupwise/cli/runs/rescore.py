@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +15,7 @@ from groupwise.cli.printing import (
     RunArgument,
     RunsDir,
     indent,
+    print_next,
     print_pairs,
     print_table,
     print_text,
@@ -22,9 +25,8 @@ from groupwise.cli.rl import Overrides
 from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
-    from groupwise.training.review.rescore import Agreement, Rescored
-if TYPE_CHECKING:
     from groupwise.training.review.replay import Replay, ReplayedStep, StepValues
+    from groupwise.training.review.rescore import Agreement, Rescored
 
 LONGEST_REASON = 600
 """Largest number of characters shown of a reason, which may quote a completion. The file with the rollouts has the complete text."""
@@ -88,10 +90,12 @@ def rescore(
         farthest = result.farthest(rows)
         if farthest:
             print_text(f"\nmoved farthest in their group, of {result.overall.moved}")
-            head = ("step", "draw", "member", "place", "reward", "completion")
+            head = ("step", "group", "rollout", "place", "reward", "completion")
             print_table([head, *(_moved_row(row) for row in farthest)])
         print_text("")
         print_pairs([("results", result.path), ("rollouts", result.rows_path)])
+        if farthest:
+            print_next(_rollouts_of(run, dir, farthest[0].step))
     raise typer.Exit(result.exit_code)
 
 
@@ -110,8 +114,8 @@ def _agreement_row(name: str, agreement: Agreement) -> tuple[str, ...]:
 def _moved_row(row: Rescored) -> tuple[str, ...]:
     return (
         str(row.step),
-        str(row.draw),
-        str(row.member),
+        str(row.group),
+        str(row.rollout),
         f"{round_number(row.old_rank)} → {round_number(row.new_rank)}",
         f"{round_number(row.old)} → {round_number(row.new)}",
         shorten(one_line(row.completion), 60),
@@ -126,7 +130,7 @@ def replay(
 ) -> None:
     """Compute a step again from its recorded rollouts, and see whether loss, gradient and weights are those of the record.
 
-    Begins at the newest checkpoint before it. Exit code 1 if they are not.
+    It begins at the newest checkpoint before that step. Exit code 1 if something differs.
     """
     from groupwise.training.review.replay import replay as run_again
 
@@ -141,7 +145,16 @@ def replay(
         for reason in result.rounding:
             print_text(f"\nother last bits are expected: {reason}")
         print_text(f"\n{verdict(result)}")
+        if not result.exit_code:
+            print_next(_rollouts_of(run, dir, result.step))
     raise typer.Exit(result.exit_code)
+
+
+def _rollouts_of(run: str, dir: Path, step: int) -> tuple[str, str]:
+    """The command that shows the rollouts of a step, and its purpose."""
+    place = "" if dir == RUNS else f" --dir {shlex.quote(str(dir))}"
+    line = f"groupwise runs rollouts {shlex.quote(run)} --step {step}{place}"
+    return line, f"the rollouts of step {step}, with their recorded rewards"
 
 
 def _step_rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,7 +6,9 @@ invisible one its code. The result is plain text: pass it to rich as `Text`, nev
 
 from __future__ import annotations
 
+import shlex
 import unicodedata
+from collections.abc import Iterable
 
 _KEPT_INVISIBLE = "\u200c\u200d"
 """Zero-width joiners: several scripts and many emoji need them."""
@@ -21,6 +23,15 @@ def clean(text: str) -> str:
 def one_line(text: str) -> str:
     """The text cleaned, on one line; line breaks are shown as `⏎`."""
     return clean(text).replace("\n", "⏎")
+
+
+def command_line(words: Iterable[str]) -> str:
+    """The command as a shell takes it: `python -c "print('hello')"`. A word with single quotes gets double quotes, if it then means the
+    same."""
+    return " ".join(
+        f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
+        for word in words
+    )
 
 
 def shorten(text: str, limit: int) -> str:

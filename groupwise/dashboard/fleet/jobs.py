@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.api.schemas.fleet import MOST_SERIAL, LogPart
 from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.terminal.text import command_line
 from groupwise.dashboard.fleet.machines import (
     LIVE,
     Action,
@@ -106,7 +106,7 @@ def job(visit: Visit) -> Page:
     data_shown = complete_characters(log_part.data) if follows else log_part.data
     data = {
         "job": document,
-        "command": shlex.join(document["arguments"] or ()),
+        "command": command_line(document["arguments"] or ()),
         "ran": run_seconds(document, now),
         "log": data_shown.decode("utf-8", "replace")[-TEXT_LIMIT:],
         "epoch": log_part.epoch,

@@ -223,10 +223,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _side_data(group: CompletedPrompt, score: GroupScore, store: Store) -> dict[str, Any]:
-    members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
+    members = store.rollouts(RolloutFilter(group=group.draw + 1, limit=MOST_MEMBERS), LISTED)
     members = sorted(members, key=lambda member: (member.reward is None, -(member.reward or 0.0)))
     return {
-        "draw": group.draw,
+        "group": group.draw + 1,
         "step": group.step,
         "example": group.example,
         **asdict(score),

@@ -58,8 +58,8 @@ def _curve(section: str, title: str, metric: str, says: str, spread: str = "") -
 
 
 PLOTS = (
-    _curve("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
-    _curve("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
+    _curve("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's rollouts lie apart.", "reward_std"),
+    _curve("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose rollouts all earned the same: they teach nothing."),
     Plot(
         "Rollouts without a score",
         (PlottedMetric("rollouts/failed", "failed"), PlottedMetric("rollouts/timed_out", "timed out")),
@@ -70,7 +70,7 @@ PLOTS = (
     _curve("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
     _curve("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
     _curve("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
-    _curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
+    _curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all rollouts of a group are the same."),
     _curve("Policy", "KL to the teacher", "distillation/kl", "What the policy still has to learn from its teacher, nats per token."),
     _curve("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
@@ -96,7 +96,7 @@ PLOTS = (
         "Completions",
     ),
     _curve("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
-    _curve("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
+    _curve("Completions", "Distinct completions", "signals/distinct_completions", "1: no two rollouts of a group are the same."),
     _curve("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
     _curve("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
     _curve("Update", "Learning rate", "learning_rate", ""),

@@ -144,24 +144,24 @@ def rollouts(visit: Visit) -> Page:
 
 
 def group(visit: Visit) -> Page:
-    """The members of a draw side by side."""
+    """The rollouts of a group side by side."""
     path = visit.context.run(visit.path_part("run"))
-    draw = _parse_number(visit.path_part("draw"), "draw")
+    number = _parse_number(visit.path_part("group"), "group")
     with Store.open(path / RECORD, readonly=True) as store:
-        members = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
-        origin_and_columns = store.origin_of(draw)
+        members = store.rollouts(RolloutFilter(group=number, limit=MOST_SHOWN + 1), WHOLE)
+        origin_and_columns = store.origin_of(number - 1)
         if not members or origin_and_columns is None:
-            raise RunNotFoundError(f"{path.name} has no group of draw {draw}.")
-    origin, is_repeated, columns = origin_and_columns
+            raise RunNotFoundError(f"{path.name} has no group {number}.")
+    origin, again, columns = origin_and_columns
     data = {
         **run_header(visit, path),
-        "draw": draw,
+        "group": number,
         "step": members[0].step,
         "example": members[0].example,
         "prompt": members[0].prompt,
         "columns": columns,
         "origin": origin,
-        "again": is_repeated,
+        "again": None if again is None else again + 1,
         "members": [asdict(member) for member in members[:MOST_SHOWN]],
         "more": len(members) > MOST_SHOWN,
     }
@@ -183,7 +183,7 @@ def example(visit: Visit) -> Page:
         draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
         scores = store.scores(draws)
         members_by_draw = {
-            draw: store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
+            draw: store.rollouts(RolloutFilter(group=draw + 1, limit=MOST_MEMBERS + 1), BESIDE)
             for draw in draws
         }
     if not any(members_by_draw.values()):
@@ -194,7 +194,7 @@ def example(visit: Visit) -> Page:
         raise RunNotFoundError(f"{path.name} has asked nothing of example {index} yet.")
     shown_groups = [
         {
-            "draw": draw,
+            "group": draw + 1,
             "step": members[0].step,
             "mean": scores[draw].mean if draw in scores else None,
             "best": scores[draw].best if draw in scores else None,
@@ -232,14 +232,14 @@ def rollout(visit: Visit) -> Page:
         draw, is_it = _find_rollout(store, name)
         views: list[RolloutView] = []
         if draw is not None:
-            views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
+            views = store.rollouts(RolloutFilter(group=draw + 1, limit=MOST_OF_GROUP), BESIDE)
         full_group = None if draw is None else store.group(draw)
     index = next((position for position, rollout in enumerate(views) if is_it(rollout)), None)
     if index is None or full_group is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
     view = views[index]
     members = {(rollout.member, rollout.attempt): rollout for rollout in full_group.rollouts}
-    rollout_record = members.get((view.member, view.attempt))
+    rollout_record = members.get((view.rollout - 1, view.attempt))
     if rollout_record is None:
         raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
     prompt = full_group.prompt_seen or prompt_text(full_group.example.prompt)
@@ -277,14 +277,14 @@ def rollout(visit: Visit) -> Page:
 
 
 def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
-    """The draw of a rollout, and a test that finds it in its group. `name` is `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the current
+    """The draw of a rollout, and a test that finds it in its group. `name` is `GROUP.ROLLOUT`, `GROUP.ROLLOUT.ATTEMPT`, or the current
     id in the record.
 
     A resumed run repeats draws; ids are row ids, which may change then.
     """
     if match := ADDRESS.fullmatch(name):
-        draw, member, attempt = (int(text or 0) for text in match.groups())
-        return draw, lambda view: (view.member, view.attempt) == (member, attempt)
+        group, rollout, attempt = (int(text or 0) for text in match.groups())
+        return group - 1, lambda view: (view.rollout, view.attempt) == (rollout, attempt)
     number = _parse_number(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
 
@@ -298,6 +298,6 @@ def _parse_number(text: str, name: str) -> int:
 ROUTES = (
     page_route("/runs/{run}/rollouts", rollouts),
     page_route("/runs/{run}/rollouts/{rollout}", rollout),
-    page_route("/runs/{run}/groups/{draw}", group),
+    page_route("/runs/{run}/groups/{group}", group),
     page_route("/runs/{run}/examples/{example}", example),
 )

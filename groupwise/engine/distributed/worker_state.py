@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -65,8 +64,7 @@ class WorkerState:
         """Called in the zygote after the ranks have been forked."""
         if self.replicas is not None:
             self.replicas.leave()
-        # The zygote only waits from now on, and the weights in its memory never change.
-        threading.Thread(target=write_weight_caches, name="weight-cache", daemon=True).start()
+        write_weight_caches()  # the weights in the zygote's memory never change
 
     def slopes(self, learning_rate: float) -> list[Slope]:
         """See `groupwise.engine.learner.gradient_flow.trained_slopes`."""

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from gc import collect, disable, enable, freeze
 from importlib import import_module
 from typing import Any
@@ -28,12 +27,12 @@ from groupwise.engine.distributed.messages import (
     CallFailure,
     CallResult,
     MessageChannel,
-    RankEnded,
     Ready,
     Setup,
     picklable_error,
 )
 from groupwise.engine.distributed.rank import run_rank, send_log
+from groupwise.engine.distributed.rank_supervisor import become_supervisor, kill_at_end
 
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
@@ -59,16 +58,11 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
         channel.send(CallFailure(0, picklable_error(error)))
         return
     ranks = _fork_ranks(hosted, channel, channels, setup.log_level)
-    threading.Thread(target=_kill_at_end, args=(channel, ranks), daemon=True).start()
+    connection = socket.socket(fileno=os.dup(channel.fileno()))
+    threading.Thread(target=kill_at_end, args=(connection, ranks), daemon=True).start()
     channel.send(Ready(ranks))
-    ended_rank, status = os.wait()  # when the first rank ends, all are ended
-    with suppress(OSError):  # the main process is gone
-        channel.send(RankEnded(ranks.index(ended_rank), os.waitstatus_to_exitcode(status)))
-    _kill(ranks)
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-    os._exit(0)
+    hosted.leave()
+    become_supervisor(channel.fileno(), ranks)
 
 
 def _answer_until_setup(channel: MessageChannel) -> Setup:
@@ -107,21 +101,7 @@ def _fork_ranks(
         ranks.append(process)
     for forked in channels:
         forked.close()
-    hosted.leave()
     return tuple(ranks)
-
-
-def _kill_at_end(channel: MessageChannel, ranks: Sequence[int]) -> None:
-    """Kill the ranks when the connection ends. The main process sends nothing more, so a message cannot arrive here."""
-    with suppress(EOFError):
-        channel.receive()
-    _kill(ranks)
-
-
-def _kill(ranks: Sequence[int]) -> None:
-    for process in ranks:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from groupwise.engine.learner.targets import Targets
 from groupwise.engine.models.native import compiled
-from groupwise.engine.models.native.facts import CHUNK, numba_works
+from groupwise.engine.models.native.facts import CHUNK
 from groupwise.engine.models.native.fused import kernels_for
 
 NEVER = -1e30
@@ -212,5 +212,5 @@ class HeadNumbers:
 def _kernels_for(logits_CV: Tensor) -> ModuleType | None:
     """The kernels that compute with such logits; None if torch's operations do."""
     if logits_CV.device.type == "cpu":
-        return compiled if compiled.suits(logits_CV) and numba_works() else None
+        return compiled if compiled.suits(logits_CV) else None
     return kernels_for(logits_CV)

@@ -52,6 +52,8 @@ def _plain(value: Any) -> Any:
     """The value made of JSON's types: the sandbox does not know which methods of other types are dangerous."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     for kind in (str, int, float):
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)
@@ -81,7 +83,11 @@ def _compiled(template: str) -> Template:
     environment.globals.update(
         raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
     )
-    return environment.from_string(template)
+    compiled = environment.from_string(template)
+    compiled.globals = dict(
+        compiled.globals
+    )  # Jinja copies them for each render, a chain of mappings slowly
+    return compiled
 
 
 class _Generation(Extension):

@@ -21,10 +21,9 @@ from torch import Tensor
 from groupwise.core.types import SamplingParams
 from groupwise.engine.models.machine import send
 from groupwise.engine.models.native import compiled
-from groupwise.engine.models.native.facts import numba_works
+from groupwise.engine.models.native.facts import VOCABULARY_BLOCK
 from groupwise.engine.models.native.fused import kernels_for
 
-BLOCK = 128
 BELOW_ONE = 1 - 1e-12
 """Rounding may raise a target to its total, beyond the last token that has weight: uniform numbers stay just below 1."""
 
@@ -39,8 +38,8 @@ def draw_tokens(
     """
     uniforms_S = uniforms_S.clamp_max(BELOW_ONE)
     device = logits_SV.device
-    if device.type == "cpu" and logits_SV.dtype == torch.float32 and numba_works():
-        return compiled.draw(logits_SV, temperatures_S, uniforms_S, BLOCK)
+    if logits_SV.dtype == torch.float32 and compiled.computes(logits_SV):
+        return compiled.draw(logits_SV, temperatures_S, uniforms_S)
     kernels = kernels_for(logits_SV)
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
@@ -50,7 +49,7 @@ def draw_tokens(
     greedy_S, divisors_S = send(greedy_S, device), send(divisors_S, device)
     uniforms_S = send(uniforms_S, device)
     if kernels is not None:
-        tokens_S, logprobs_S = kernels.draw(logits_SV, divisors_S, uniforms_S, BLOCK)
+        tokens_S, logprobs_S = kernels.draw(logits_SV, divisors_S, uniforms_S)
         if some_greedy:
             rows_S = torch.arange(len(tokens_S), device=device)
             best_S = logits_SV.argmax(-1)
@@ -61,9 +60,9 @@ def draw_tokens(
     scaled_SV = logits_SV.float() if plain else logits_SV / divisors_S[:, None]
     peaks_S = scaled_SV.amax(-1)
     weights_SV = (scaled_SV - peaks_S[:, None]).exp_()
-    padding = -weights_SV.shape[1] % BLOCK
+    padding = -weights_SV.shape[1] % VOCABULARY_BLOCK
     weights_SKB = (F.pad(weights_SV, (0, padding)) if padding else weights_SV).unflatten(
-        1, (-1, BLOCK)
+        1, (-1, VOCABULARY_BLOCK)
     )
     sums_SK = weights_SKB.sum(-1)
     tokens_S = _search_tokens(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
@@ -88,7 +87,7 @@ def _search_tokens(
     rest_S1 = torch.minimum(rest_S1, inside_SB[:, -1:] * BELOW_ONE)
     offset_S1 = torch.searchsorted(inside_SB, rest_S1, right=True)
     # Only NaN or infinite logits reach beyond the end; their log-probability shows it.
-    return (block_S1 * BLOCK + offset_S1)[:, 0].clamp_max(vocabulary - 1)
+    return (block_S1 * VOCABULARY_BLOCK + offset_S1)[:, 0].clamp_max(vocabulary - 1)
 
 
 Truncation = tuple[int | None, float | None, float | None]

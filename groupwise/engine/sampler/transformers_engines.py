@@ -9,6 +9,7 @@ computed alone. That is slow, and simple: for more than a trial, vLLM samples.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,25 +25,18 @@ from groupwise.engine.sampler.weights import ServedWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrompt(Prompt):
-    """A prompt with its keys and values."""
+    """A prompt with its keys and values, or whatever state the model keeps."""
 
-    cache: PromptCache
+    cache: Any
 
 
-class SlotEngine:
-    """A `DecodeEngine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
+class ModuleEngine(ABC):
+    """What both engines share: prompts are computed one by one, with the modules' own weights."""
 
-    Decoding always runs in the same shape (slots × key length); empty slots are computed and ignored, because another shape could change
-    the last bits.
-    """
-
-    def __init__(self, weights: ServedWeights, slots: int, key_length: int) -> None:
+    def __init__(self, weights: ServedWeights) -> None:
         self.rows: list[DecodeRow] = []
         self._weights = weights
-        self._slots = slots
-        self._key_length = key_length
         self._decoder = Decoder(weights.model)
-        self._cache = SlotCache(slots, key_length)
 
     @property
     def shift(self) -> float:
@@ -51,26 +45,48 @@ class SlotEngine:
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `DecodeEngine.prefill`."""
-        cache = PromptCache()
         with self._weights.acting():
-            hidden_PH = self._prompt_hidden(ids, cache)
+            hidden_PH, cache = self._compute_prompt(ids)
             return CachedPrompt(len(ids), self._decoder.logits(hidden_PH[-1:])[0], cache)
-
-    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """See `DecodeEngine.prompt_logits`."""
-        with self._weights.acting():
-            for hidden_TH in self._prompt_hidden(ids, PromptCache()).split(SLICE):
-                yield self._decoder.logits(hidden_TH)
-
-    def _prompt_hidden(self, ids: Sequence[int], cache: PromptCache) -> Tensor:
-        device, length = self._decoder.device, len(ids)
-        ids_1P = torch.tensor([ids], device=device)
-        positions_1P = torch.arange(length, device=device)[None]
-        return self._decoder.hidden(ids_1P, positions_1P, TextMask(length), cache)[0]
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `DecodeEngine.prefill_all`."""
         return [self.prefill(ids) for ids in texts]
+
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """See `DecodeEngine.prompt_logits`."""
+        with self._weights.acting():
+            for hidden_TH in self._compute_prompt(ids)[0].split(SLICE):
+                yield self._decoder.logits(hidden_TH)
+
+    def refresh(self) -> None:  # noqa: B027 — nothing to do is what it does, not a gap
+        """See `DecodeEngine.refresh`. Nothing to do: these engines compute with the modules' own weights."""
+
+    def free_cache(self) -> None:
+        """See `DecodeEngine.free_cache`. Rows make the cache."""
+        self.reset()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """See `DecodeEngine.reset`."""
+
+    @abstractmethod
+    def _compute_prompt(self, ids: Sequence[int]) -> tuple[Tensor, Any]:
+        """The last hidden states [P, H] of a prompt, and its cache."""
+
+
+class SlotEngine(ModuleEngine):
+    """A `DecodeEngine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
+
+    Decoding always runs in the same shape (slots × key length); empty slots are computed and ignored, because another shape could change
+    the last bits.
+    """
+
+    def __init__(self, weights: ServedWeights, slots: int, key_length: int) -> None:
+        super().__init__(weights)
+        self._slots = slots
+        self._key_length = key_length
+        self._cache = SlotCache(slots, key_length)
 
     def add_row(self, prompt: Prompt) -> DecodeRow:
         """See `DecodeEngine.add_row`."""
@@ -102,59 +118,28 @@ class SlotEngine:
             hidden = self._decoder.hidden(ids_S1, positions_S[:, None], mask_S1K, self._cache)
             return self._decoder.logits(hidden[:, 0])[slots]
 
-    def refresh(self) -> None:
-        """See `DecodeEngine.refresh`. Nothing to do: this engine computes with the modules' own weights."""
-
     def reset(self) -> None:
         """See `DecodeEngine.reset`."""
         self.rows = []
         self._cache = SlotCache(self._slots, self._key_length)
 
-    def free_cache(self) -> None:
-        """See `DecodeEngine.free_cache`. The first row makes the cache."""
-        self.reset()
+    def _compute_prompt(self, ids: Sequence[int]) -> tuple[Tensor, PromptCache]:
+        device, length, cache = self._decoder.device, len(ids), PromptCache()
+        ids_1P = torch.tensor([ids], device=device)
+        positions_1P = torch.arange(length, device=device)[None]
+        return self._decoder.hidden(ids_1P, positions_1P, TextMask(length), cache)[0], cache
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptWithState(Prompt):
-    """A prompt with transformers' cache after it."""
-
-    cache: Any
-
-
-class RowEngine:
+class RowEngine(ModuleEngine):
     """A `groupwise.engine.sampler.engine.DecodeEngine` that computes each row alone."""
 
     def __init__(self, weights: ServedWeights) -> None:
-        self.rows: list[DecodeRow] = []
-        self._weights = weights
-        self._decoder = Decoder(weights.model)
+        super().__init__(weights)
         self._caches: dict[DecodeRow, Any] = {}
-
-    @property
-    def shift(self) -> float:
-        """See `DecodeEngine.shift`."""
-        return 0.0
-
-    def prefill(self, ids: Sequence[int]) -> Prompt:
-        """See `DecodeEngine.prefill`."""
-        with self._weights.acting():
-            hidden_PH, cache = self._advance(ids, 0, None)
-            return PromptWithState(len(ids), self._decoder.logits(hidden_PH[-1:])[0], cache)
-
-    def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """See `DecodeEngine.prefill_all`."""
-        return [self.prefill(ids) for ids in texts]
-
-    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """See `DecodeEngine.prompt_logits`."""
-        with self._weights.acting():
-            for hidden_TH in self._advance(ids, 0, None)[0].split(SLICE):
-                yield self._decoder.logits(hidden_TH)
 
     def add_row(self, prompt: Prompt) -> DecodeRow:
         """See `DecodeEngine.add_row`."""
-        assert isinstance(prompt, PromptWithState)
+        assert isinstance(prompt, CachedPrompt)
         row = DecodeRow(prompt)
         self._caches[row] = copy.deepcopy(prompt.cache)
         self.rows.append(row)
@@ -178,18 +163,14 @@ class RowEngine:
                 logits.append(self._decoder.logits(hidden_1H))
         return torch.cat(logits)
 
-    def _advance(self, ids: Sequence[int], first: int, cache: Any) -> tuple[Tensor, Any]:
-        ids_1T = torch.tensor([ids], device=self._decoder.device)
-        return self._decoder.advance(ids_1T, first, cache)
-
-    def refresh(self) -> None:
-        """See `DecodeEngine.refresh`. Nothing to do: this engine computes with the modules' own weights."""
-
     def reset(self) -> None:
         """See `DecodeEngine.reset`."""
         self.rows = []
         self._caches = {}
 
-    def free_cache(self) -> None:
-        """See `DecodeEngine.free_cache`. Each row's cache goes with the row."""
-        self.reset()
+    def _compute_prompt(self, ids: Sequence[int]) -> tuple[Tensor, Any]:
+        return self._advance(ids, 0, None)
+
+    def _advance(self, ids: Sequence[int], first: int, cache: Any) -> tuple[Tensor, Any]:
+        ids_1T = torch.tensor([ids], device=self._decoder.device)
+        return self._decoder.advance(ids_1T, first, cache)

@@ -302,13 +302,11 @@ class GlobalJobDispatcher:
             )
             self._drive_owned([attempt.epoch for attempt in result.claimed], requested_at + lease)
             total += len(result.claimed)
-            has_woken = False
-            if (
-                unplaced := result.unplaced
-            ) is not None:  # marked after claiming: starting jobs must not wait for it
-                has_woken = await self._gateway.commit(
-                    "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
-                )
+            has_woken, unplaced = False, result.unplaced
+            if unplaced is not None:  # marked after claiming: starting jobs must not wait for it
+                reasons = await self._gateway.look(partial(claim.explain, unplaced=unplaced))
+                marking = partial(claim.mark, unplaced=unplaced, reasons=reasons, owner=self.owner)
+                has_woken = await self._gateway.commit("job.mark", marking)
             if not (result.has_more or (result.claimed and has_woken)):
                 return total
 

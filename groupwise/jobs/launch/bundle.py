@@ -9,19 +9,24 @@ listed with the reason, since the program may miss it on the other machine. File
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.core.errors import UsageError
+from groupwise.core import atomic_files
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.extras import require_packages
 from groupwise.core.settings.credentials import holds_secret
 from groupwise.core.terminal.quantities import byte_size, counted
@@ -30,7 +35,7 @@ from groupwise.jobs.clouds.folder import INCOMING, NOTE
 from groupwise.jobs.hosts.files import MOST_FILES, walk
 from groupwise.jobs.hosts.runner.protocol import is_utf8
 from groupwise.jobs.launch.results import MARKER, RESULT
-from groupwise.runs.folder import RECORD
+from groupwise.runs.schema import RECORD
 
 MAX_BUNDLE_BYTES = 2 << 30
 """Most bytes of a bundle. Larger files are data, which should be downloaded where they are used."""
@@ -516,18 +521,27 @@ def _looks_secret(file: Path) -> bool:
 
 @cache
 def _secret_patterns() -> tuple[re.Pattern[str], ...]:
-    """detect-secrets' patterns for tokens of services."""
+    """detect-secrets' patterns for tokens of services. They are kept on disk, because its rules import clients of those services."""
     require_packages("--project-dir", "launch", "detect_secrets", advice=" Nothing was sent.")
-    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-    from detect_secrets.plugins.base import RegexBasedDetector
+    note = cache_folder("launch") / f"secret-patterns-{version('detect-secrets')}.json"
+    try:
+        rules: list[tuple[str, str, int]] = json.loads(note.read_text("utf-8"))
+    except (OSError, ValueError):
+        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+        from detect_secrets.plugins.base import RegexBasedDetector
 
-    rules: list[Any] = [
-        rule
-        for kind in get_mapping_from_secret_type_to_class().values()
-        if issubclass(kind, RegexBasedDetector) and kind.__name__ not in RULES_LEFT_OUT
-        for rule in cast("Any", kind()).denylist
-    ]
-    return tuple(rules)
+        rules = [
+            (kind.__name__, rule.pattern, rule.flags)
+            for kind in get_mapping_from_secret_type_to_class().values()
+            if issubclass(kind, RegexBasedDetector)
+            for rule in cast("Any", kind()).denylist
+        ]
+        with suppress(OSError, GroupwiseError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_json(note, rules)
+    return tuple(
+        re.compile(pattern, flags) for kind, pattern, flags in rules if kind not in RULES_LEFT_OUT
+    )
 
 
 def _some(paths: Sequence[str]) -> str:

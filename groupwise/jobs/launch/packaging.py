@@ -18,7 +18,7 @@ from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import MOST_ARTEFACTS, JobSpec, Limits
 from groupwise.jobs.launch.bundle import SHORTEST_SECRET, Bundle, bundle
 from groupwise.jobs.launch.results import RESULT
-from groupwise.runs.folder import RECORD
+from groupwise.runs.schema import RECORD
 
 OWN_FOLDER = ".groupwise"
 """The subfolder of the working folder with the files that create the environment."""

@@ -10,7 +10,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 from groupwise.jobs.clouds.backend import FetchedResults, Handle, Status
 from groupwise.jobs.clouds.folder import set_aside as set_files_aside
-from groupwise.runs.folder import RECORD, read_summary
+from groupwise.runs.schema import RECORD
 
 RESULT = "launch-result.json"
 FOLDER = "launches"
@@ -43,6 +43,8 @@ def set_aside(folder: Path) -> Path | None:
 
 def result(handle: Handle, place: str, status: Status, fetched: FetchedResults) -> dict[str, Any]:
     """The document of a job's outcome; its cost is filled in later."""
+    from groupwise.runs.folder import read_summary
+
     ending = status.ending
     runs: list[dict[str, Any]] = []
     for path in map(PurePosixPath, fetched.files):

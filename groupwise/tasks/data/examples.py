@@ -110,9 +110,9 @@ def _check_columns(index: int, row: Any, where: str, expected: str) -> dict[str,
     columns = {str(name): value for name, value in mapping.items()}
     for name, value in columns.items():
         # Tokenizers, files and databases reject text with unpaired surrogates.
-        location = f"{where}: row {number_of(mapping, index)}, column `{name}`"
-        for text in _iterate_texts(value):
+        for text in (value,) if type(value) is str else _iterate_texts(value):
             if not text.isascii() and (safe_text := printable(text)) != text:
+                location = f"{where}: row {number_of(mapping, index)}, column `{name}`"
                 raise TaskError(
                     f"{location}: the text {safe_text[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
                     'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
@@ -141,14 +141,14 @@ def _iterate_texts(value: Any) -> Iterator[str]:
         entry = pending.pop()
         if issubclass(type(entry), str):
             yield entry
-        elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in visited:
+        elif issubclass(type(entry), (dict, list, tuple, Mapping)) and id(entry) not in visited:
             visited[id(entry)] = entry
             pending.extend(reversed(_items_of(entry)))
 
 
 def _items_of(value: Any) -> list[Any]:
     try:
-        if issubclass(type(value), Mapping):
+        if issubclass(type(value), (dict, Mapping)):
             return [item for pair in value.items() for item in pair]
         return list(value)
     except Exception:  # noqa: BLE001 — a class of the task may raise anything; then there is no text to check

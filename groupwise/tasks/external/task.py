@@ -104,12 +104,6 @@ class ExternalHooks:
         """The held-out examples."""
         return self._examples(config)[1]
 
-    def compute_metrics(
-        self, prompts: Any, completions: Any, dataset_rows: Any, config: Any, tokenizer: Any
-    ) -> dict[str, Any]:
-        """None of its own: an evaluation has the means of the rewards and metrics that the environment gives."""
-        return {"metrics": {}}
-
     def _examples(self, config: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Both splits, read by one process, once for each config."""
         program, task = self.get_program(config), _section(config)

@@ -146,7 +146,9 @@ def _no_gradient(gradient: Gradient) -> str:
     for (draw, member), rows in gradient.items():
         slopes = [slope for row in rows for slope in row]
         if not all(math.isfinite(slope) for slope in slopes):
-            return f"the gradient of rollout {member} of group {draw} is not finite: {slopes}"
+            return (
+                f"the gradient of rollout {member + 1} of group {draw + 1} is not finite: {slopes}"
+            )
     moves = any(slope for rows in gradient.values() for row in rows for slope in row)
     return "" if moves else "the gradient is 0 everywhere"
 
@@ -167,7 +169,7 @@ def _difference(one: Gradient, other: Gradient) -> str:
         gap = max(abs(a - b) for row, same in pairs for a, b in zip(row, same, strict=True))
         if not gap <= TOLERANCE * largest:
             return (
-                f"the gradient of rollout {member} of group {draw} differs by {gap:.2g}, where the largest slope of the step is "
+                f"the gradient of rollout {member + 1} of group {draw + 1} differs by {gap:.2g}, where the largest slope of the step is "
                 f"{largest:.2g}"
             )
     return ""

@@ -11,7 +11,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Example, Prompt
 from groupwise.engine.models.tokens import render_prompt
-from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
+from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, absent_hooks, require
 from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.overlap import SameAs, trained_on
 from groupwise.tasks.data.sft import teacher_example
@@ -38,14 +38,8 @@ def check_hooks(task: Task) -> Finding:
         raise TaskError("\n".join(errors))
     verbs = [verb for verb in NEEDED if suffices(task, verb)]
     if not verbs:
-        raise TaskError(
-            "\n".join(task.missing(hook, "rl") for hook in NEEDED["rl"] if not task.has(hook))
-        )
-    missing = {
-        verb: [hook for hook in NEEDED[verb] if not task.has(hook)]
-        for verb in NEEDED
-        if verb not in verbs
-    }
+        raise TaskError("\n".join(task.missing(hook, "rl") for hook in absent_hooks(task, "rl")))
+    missing = {verb: absent_hooks(task, verb) for verb in NEEDED if verb not in verbs}
     missing_note = "; ".join(
         f"`{verb}` would need {', '.join(names)}" for verb, names in missing.items()
     )

@@ -2,48 +2,124 @@
 
 Importing a script that trains would start that training, so the config cannot name its rewards where they are. They are copied into a new
 module, with the imports, constants and functions that they use. What the script does to the rows of its dataset (`map`, `filter`,
-`rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Nothing of the script is run.
+`rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that the script makes itself
+are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file. Nothing of the script is
+run.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from groupwise.core.plugins import trains_when_imported
+from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
 
 ROW = "process_row"
 """Name of the function that does to one row what the script does to all of them."""
+MAKE_ROWS = "make_rows"
+"""Name of the function with the statements that make the script's rows."""
 _HARMLESS = {"desc", "num_proc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
 """Arguments of `map` and `filter` that do not change the rows."""
 
 
 def copy_functions(
-    source: str, names: Sequence[str], changes: Sequence[ast.Call] = ()
+    source: str,
+    names: Sequence[str],
+    changes: Sequence[ast.Call] = (),
+    hooks: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The source of a module with these functions of a script and, if there are `changes` of a dataset, with `process_row`.
+    """The source of a module with these functions of a script, with `process_row` if there are `changes` of a dataset, and with `hooks`.
 
-    None if that cannot be copied: a name is not defined at the top of the script, a change needs more than its row, or what is needed would
-    train as well.
+    `hooks` maps the name of a task's hook to the expression of the script that it returns. None if that cannot be copied: a name is not
+    defined at the top of the script or where it makes its trainer, a change needs more than its row, or what is needed reads the command
+    line or would train as well.
     """
     tree, lines = ast.parse(source), source.split("\n")
     row = _row_function(changes) if changes else None
     if changes and row is None:
         return None
-    definitions = [(node, set(_bound_names(node))) for node in tree.body]
-    defined = set[str]().union(*(bound for _, bound in definitions))
-    needed = {*names, *(_used_names(row) if row else ())} - vars(builtins).keys()
-    if not needed <= defined or ROW in defined:
+    hooks = hooks or {}
+    arguments: set[str] = set()
+    statements = _statements_of_script(tree.body, arguments)
+    bound = {node: set(_bound_names(node)) for node in statements}
+    defined = set[str]().union(*bound.values())
+    returned = [ast.parse(expression, mode="eval").body for expression in hooks.values()]
+    needed_by_rewards = {*names, *(_used_names(row) if row else ())}
+    needed = needed_by_rewards.union(*map(_used_names, returned))
+    if not needed - vars(builtins).keys() <= defined or {ROW, MAKE_ROWS} & defined:
         return None
-    chosen: set[ast.stmt] = set()
-    while added := [node for node, bound in definitions if bound & needed and node not in chosen]:
-        chosen |= set(added)
-        needed |= {name for node in added for name in _used_names(node)}
-    statements = [node for node in tree.body if node in chosen or _is_needed_anyway(node)]
-    parts = [_text(node, lines) for node in statements] + ([ast.unparse(row)] if row else [])
-    text = "\n\n\n".join(parts) + "\n"
+    chosen, used = _needed_statements(needed, bound)
+    if used & (arguments - defined) or any(map(_reads_command_line, chosen)):
+        return None
+    # What makes the rows alone is called when they are wanted; workers that import the module for its rewards do without.
+    functions = [node for node in chosen if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    at_import, _ = _needed_statements(needed_by_rewards.union(*map(_used_names, functions)), bound)
+    at_import |= {node for node in chosen if isinstance(node, ast.Import | ast.ImportFrom)}
+    at_import |= {*functions, *filter(_is_needed_anyway, statements)}
+    parts = [_text(node, lines) for node in statements if node in at_import]
+    if hooks:
+        makes = [node for node in statements if node in chosen - at_import]
+        parts += _rows_by_hooks(dict(zip(hooks, returned, strict=True)), makes)
+    text = "\n\n\n".join([*parts, *([ast.unparse(row)] if row else [])]) + "\n"
     return None if trains_when_imported(text) else text
+
+
+def _needed_statements(
+    names: set[str], bound: Mapping[ast.stmt, set[str]]
+) -> tuple[set[ast.stmt], set[str]]:
+    """The statements that bind these names or what those statements use, and all names in use; `bound`: what each statement binds."""
+    chosen, used = set[ast.stmt](), set(names)
+    while added := [node for node, own in bound.items() if own & used and node not in chosen]:
+        chosen |= set(added)
+        used |= {name for node in added for name in _used_names(node)}
+    return chosen, used
+
+
+def _rows_by_hooks(returned: Mapping[str, ast.expr], makes: list[ast.stmt]) -> Iterator[str]:
+    """The source of each hook; if statements have to make the rows first, of `make_rows` with these, which runs once."""
+    if makes:
+        (function,) = ast.parse(f"@functools.cache\ndef {MAKE_ROWS}():\n    pass").body
+        assert isinstance(function, ast.FunctionDef)
+        values = ast.Tuple([*returned.values()], ast.Load())
+        function.body = [*makes, ast.Return(values)]
+        yield "import functools"
+        yield ast.unparse(function)
+    for number, (hook, value) in enumerate(returned.items()):
+        rows = f"{MAKE_ROWS}()[{number}]" if makes else ast.unparse(value)
+        yield f"def {hook}(config):\n    return {rows}"
+
+
+def _statements_of_script(body: Sequence[ast.stmt], arguments: set[str]) -> list[ast.stmt]:
+    """The statements that run when the script does: its own, and last those of the block or function that makes the trainer.
+
+    Adds the names of that function's arguments to `arguments`.
+    """
+    outer: list[ast.stmt] = []
+    inner: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.If) and runs_as_script(node.test):
+            inner += _statements_of_script(node.body, arguments)
+        elif isinstance(node, ast.FunctionDef) and any(
+            isinstance(child, ast.Call) and called_name(child).endswith("GRPOTrainer")
+            for child in ast.walk(node)
+        ):
+            arguments |= {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
+            inner += _statements_of_script(node.body, arguments)
+        else:
+            outer.append(node)
+    return outer + inner
+
+
+def _reads_command_line(node: ast.stmt) -> bool:
+    """True for a statement whose value depends on how the script is called."""
+    return any(
+        isinstance(child, ast.Call) and called_name(child).startswith("parse_")
+        for child in ast.walk(node)
+        if not isinstance(node, ast.FunctionDef)
+    )
 
 
 def _row_function(changes: Iterable[ast.Call]) -> ast.FunctionDef | None:
@@ -86,10 +162,17 @@ def _is_needed_anyway(node: ast.stmt) -> bool:
 
 
 def _text(node: ast.stmt, lines: Sequence[str]) -> str:
-    """A statement as it is written, with its decorators and comments."""
+    """A statement as it is written, with its decorators and comments; as the parser has it if it cannot be moved to the left like that."""
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-    return "\n".join(lines[first - 1 : node.end_lineno])
+    text = "\n".join(lines[first - 1 : node.end_lineno])
+    if node.col_offset == 0:
+        return text
+    text = textwrap.dedent(text)
+    with suppress(SyntaxError):
+        if ast.dump(ast.parse(text)) == ast.dump(ast.Module([node], [])):
+            return text
+    return ast.unparse(node)
 
 
 def _bound_names(node: ast.stmt) -> Iterator[str]:
@@ -110,7 +193,10 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _used_names(node: ast.AST) -> set[str]:
-    """The names that a statement reads and does not bind as an argument or a variable of its own functions."""
+    """The names that a statement reads or declares `global`, and does not bind as an argument or a variable of its own functions."""
+    shared = {
+        name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names
+    }
     own = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
     if isinstance(node, ast.FunctionDef | ast.Lambda):
         own |= {
@@ -122,4 +208,4 @@ def _used_names(node: ast.AST) -> set[str]:
         child.id
         for child in ast.walk(node)
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load)
-    } - own
+    } - own | shared

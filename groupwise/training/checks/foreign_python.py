@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from groupwise.core.plugins import runs_as_script, trains_when_imported
+from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
 from groupwise.training.checks.foreign_functions import ROW, copy_functions
 
 
@@ -75,6 +75,7 @@ COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
     "data.prompt_format=chat do the same; else write a function of one row into a file, for data.preprocessing_pipeline=FILE.py:FUNCTION"
 )
+CHOICE_REMEDY = "process_row leaves out the rows for which it returns None, and data.max_prompt_length those with longer prompts"
 TASK_REMEDY = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
 NON_MODEL_CLASSES = re.compile(
@@ -99,6 +100,8 @@ OWN_FUNCTIONS = "own_functions"
 """Not a setting: the source of a module with the file's own functions, if they cannot be used where they are (foreign_functions.py)."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
+ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
+"""The hooks of a task that return rows which the file makes itself."""
 SPLIT = "train_test_split"
 CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
@@ -132,8 +135,8 @@ def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
             reader = _Reader()
             reader.read(tree.body)
             settings = reader.settings()
-            reader.take_functions(settings, "\n".join(lines), is_module)
-            if "map" not in settings and settings.get("system_prompt") is None:
+            makes_messages = reader.take_functions(settings, "\n".join(lines), is_module)
+            if not makes_messages and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
             if first_error is not None and not settings:
                 raise first_error
@@ -397,7 +400,7 @@ class _Reader:
         return _unread_node(node)
 
     def _read_call(self, node: ast.Call) -> Any:
-        function_name = _last_name(node.func)
+        function_name = called_name(node)
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, dict | list) and function_name in ("update", "append", "extend"):
@@ -509,9 +512,7 @@ class _Reader:
         for position, argument in enumerate(node.args):
             has_name = position < len(positions) and not isinstance(argument, ast.Starred)
             name = (
-                positions[position]
-                if has_name
-                else f"{_last_name(node.func)} argument {position + 1}"
+                positions[position] if has_name else f"{called_name(node)} argument {position + 1}"
             )
             arguments[name] = self.value(argument) if has_name else _unread_node(argument)
         for keyword in node.keywords:
@@ -612,18 +613,34 @@ class _Reader:
             self.row_changes = value.arguments.get("row_changes", ())
             self.chosen = [change for change in changes if change in CHOICES_OF_ROWS]
 
-    def take_functions(self, settings: dict[str, Any], source: str, is_module: bool) -> None:
-        """Copy what the file does to each row, and its own rewards if it cannot be imported for them."""
+    def take_functions(self, settings: dict[str, Any], source: str, is_module: bool) -> bool:
+        """Copy how the file makes its rows or changes each of them, and its own rewards if it cannot be imported for them.
+
+        True if what is copied makes the rows' messages.
+        """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
+        rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
+        makes_messages = True
         if copied is not None:
             settings["map"] = f":{ROW}"
-            rest = replace(settings.pop("train_dataset"), written=", ".join(self.chosen))
+            chosen = ", ".join(self.chosen)
+            rest = replace(settings.pop("train_dataset"), written=chosen, remedy=CHOICE_REMEDY)
             settings |= {"train_dataset": rest} if self.chosen else {}
-        elif own and not (is_module and trains_when_imported(source) is None):
-            copied = copy_functions(source, own)
+        elif isinstance(rows, Unread) and rows.remedy == TASK_REMEDY:
+            hooks = {ROWS: rows.written}
+            if isinstance(held_out, Unread):
+                hooks[HELD_OUT_ROWS] = held_out.written
+            copied = copy_functions(source, own, hooks=hooks)
+            for name in ("train_dataset", "eval_dataset") if copied else ():
+                settings.pop(name, None)
+        if copied is None:
+            makes_messages = False
+            if own and not (is_module and not trains_when_imported(source, or_makes_trainer=True)):
+                copied = copy_functions(source, own)
         settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
+        return makes_messages
 
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""
@@ -712,7 +729,3 @@ def _as_source(value: Any) -> str:
 
 def _unread_node(node: ast.expr) -> Unread:
     return Unread(ast.unparse(node), getattr(node, "lineno", 0))
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

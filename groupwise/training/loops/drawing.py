@@ -78,7 +78,7 @@ def check_served(policy: Policy, group: Group) -> None:
             identity = (segment.policy_version, segment.fingerprint)
             if segment.source == "policy" and identity != (policy.version, policy.fingerprint):
                 raise PolicyMismatchError(
-                    f"Draw {group.draw} was sampled by version {identity[0]} with fingerprint {identity[1]}, but the learner "
+                    f"Group {group.draw + 1} was sampled by version {identity[0]} with fingerprint {identity[1]}, but the learner "
                     f"published version {policy.version} with fingerprint {policy.fingerprint}. "
                     "The sampler does not serve what was trained; training on would teach nothing."
                 )

@@ -54,8 +54,8 @@ class Rescored:
     """One rollout with its old and its new score."""
 
     step: int
-    draw: int
-    member: int
+    group: int
+    rollout: int
     attempt: int
     example: int
     completion: str
@@ -361,8 +361,8 @@ def _pair_rollouts(step: int, old: Group, new: Group | None) -> list[Rescored]:
     return [
         Rescored(
             step=step,
-            draw=old.draw,
-            member=before.member,
+            group=old.draw + 1,
+            rollout=before.member + 1,
             attempt=before.attempt,
             example=old.example.index,
             completion=before.completion,

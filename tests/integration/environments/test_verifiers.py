@@ -8,6 +8,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -19,6 +21,7 @@ from starlette.responses import Response
 from groupwise.cli.main import main
 from groupwise.core.types import Rollout
 from groupwise.tasks.contract import load_task
+from groupwise.tasks.external.installed import require
 from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
 from tests.chat import chat_tokenizer
 from tests.fake_openai_server import Service, scripted, serve
@@ -137,6 +140,25 @@ async def test_a_judge_a_simulated_user_and_rewards_of_a_whole_group_of_verifier
 
 
 @pytest.mark.timeout(300)
+def test_verifiers_0_4_scores_by_a_reward_of_ours():
+    page = (CONFIG.parents[2] / "docs/how-to/parts-elsewhere.md").read_text()
+    [block] = re.findall(r"^```python\n(import verifiers.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    program = f"""
+import asyncio, sys
+sys.path += {sys.path!r}
+{block}
+for reply in ("It is \\\\boxed{{0.75}}", "It is \\\\boxed{{0.7}}"):
+    trace = vf.Trace(
+        task=vf.TraceTask(type="MathTask", data=task.data), agent=vf.AgentInfo.model_construct(), root_reply=reply
+    )
+    asyncio.run(task.score(trace))
+    print(trace.reward)
+"""
+    python = require("sums-tool").python
+    ran = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["1.0", "0.0"], ran.stderr
+
+
 async def test_a_tool_of_verifiers_0_4():
     def say(seed: int, seen: str) -> str:
         if seen.rpartition("<|im_start|>user")[2].startswith("\n<tool_response>"):

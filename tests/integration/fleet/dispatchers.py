@@ -20,8 +20,13 @@ def main(url: str, owner: str, seed: int) -> None:
             lambda s: claim.claim(s, owner=owner, lease_seconds=60.0, limit=chance.randint(1, 4))
         )
         if (unplaced := found.unplaced) is not None:
+            reasons = database.read(lambda s, unplaced=unplaced: claim.explain(s, unplaced))
             time.sleep(chance.choice((0.0, 0.01)))  # others may release something meanwhile
-            database.run(lambda s, unplaced=unplaced: claim.mark(s, unplaced, owner))
+            database.run(
+                lambda s, unplaced=unplaced, reasons=reasons: claim.mark(
+                    s, unplaced, reasons, owner
+                )
+            )
         for each in found.claimed:
             time.sleep(chance.uniform(0, 0.01))  # it "runs"
             database.run(lambda s, epoch=each.epoch: end(s, epoch, "completed"))

@@ -56,7 +56,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     (hostile / "config.json").write_text(json.dumps({"task": {HOSTILE: HOSTILE}}))
     (hostile / "log.txt").write_text(HOSTILE.encode("utf-8", "replace").decode())
-    rows = ({"prompt": HOSTILE, "completions": [HOSTILE], "rewards": [1.0]},)
+    answer = {"example": 0, "sample": 0, "prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0}
+    rows = (answer | {"parts": {HOSTILE: 1.0}, "outcome": "scored", "tokens": 9},)
     with Store.open(hostile / "run.db") as store:
         for step in (1, 2):
             store.add_evaluation(

@@ -24,6 +24,7 @@ from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
     PHONE,
+    TABLET,
     TIMEOUT_MS,
     Visitor,
     is_live,
@@ -52,7 +53,7 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     expect(page.locator("#runs tbody tr")).to_have_count(1)
     visitor.goes("/runs")
     page.get_by_role("link", name="first").click()
-    expect(page.get_by_text("groups all members earn the same")).to_be_visible()
+    expect(page.get_by_text("groups all rollouts earn the same")).to_be_visible()
     drawn = page.locator(".plot canvas")
     expect(drawn.first).to_be_visible()
     assert drawn.count() < page.locator(".plot").count(), "as they come into sight"
@@ -116,7 +117,7 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Visit, site: str) -> None
     visitor = visit(site)
     page = visitor.page
     for path in ("/runs", "/runs/hostile", "/runs/hostile/rollouts", "/runs/hostile/rollouts/1",
-                 "/runs/hostile/groups/0", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>",
+                 "/runs/hostile/groups/1", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>",
                  "/runs/hostile/evaluations", "/evaluations", "/evaluations/answers?of=hostile@2",
                  "/evaluations/compare?a=hostile@1&b=hostile@2", "/rollouts/compare?a=hostile&b=hostile",
                  "/runs/hostile/config", "/compare?run=hostile&run=first", "/runs/hostile/weights/step-2"):  # fmt: skip
@@ -133,6 +134,7 @@ SOAK = pytest.mark.soak(suite="web")
 
 @pytest.mark.parametrize(("viewport", "scheme"), [
     pytest.param(DESK, "light", id="desk-light"), pytest.param(PHONE, "dark", id="phone-dark"),
+    pytest.param(TABLET, "light", id="tablet-light"),
     pytest.param(DESK, "dark", id="desk-dark", marks=SOAK), pytest.param(PHONE, "light", id="phone-light", marks=SOAK),
 ])  # fmt: skip
 def test_every_page_is_accessible_and_fits(
@@ -232,7 +234,7 @@ def test_a_fleet_is_shown_changed_and_followed(
         expect(page.locator(".title .state")).to_have_text("queued", timeout=TIMEOUT_MS)
         for path in ("/fleet", "/fleet/jobs", "/fleet/machines/box-1", "/fleet/jobs/running-1"):
             visitor.goes(path)
-            for viewport in (DESK, PHONE):
+            for viewport in (DESK, TABLET, PHONE):
                 page.set_viewport_size(viewport)
                 assert serious_in(page) == [], path
                 assert not too_wide(page), path
@@ -261,7 +263,7 @@ def test_a_training_server_is_followed_while_clients_use_it(visit: Visit, tmp_pa
         driver.does(lambda client: client.rewards(group, [1.0, 0.0], wait=True))
         expect(page.locator(".progress")).to_contain_text("1 of 3 steps", timeout=TIMEOUT_MS)
         expect(page.get_by_role("row", name="POST /rewards")).to_contain_text("local")
-        for viewport in (PHONE, DESK):
+        for viewport in (PHONE, TABLET, DESK):
             page.set_viewport_size(viewport)
             assert serious_in(page) == []
             assert not too_wide(page)

@@ -103,7 +103,7 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         is_live(page)
         take_steps(path, 3)
         expect(page.locator(".rollout header a").first).to_have_text(
-            "Member 3 of group 7", timeout=TIMEOUT_MS
+            "Rollout 4 of group 8", timeout=TIMEOUT_MS
         )
         before = page.evaluate(
             """() => {
@@ -119,6 +119,6 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         top = "element => element.getBoundingClientRect().top"
         assert page.locator(".rollout").nth(6).evaluate(top) == pytest.approx(before, abs=2)
         more.click()
-        expect(page.locator(".rollout header a").first).to_have_text("Member 3 of group 11")
+        expect(page.locator(".rollout header a").first).to_have_text("Rollout 4 of group 12")
         expect(page.locator(".rollout").first).to_be_in_viewport()
         expect(page.locator(".news")).to_have_count(0)

@@ -29,6 +29,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 TIMEOUT_MS = 15_000
 PHONE: ViewportSize = {"width": 390, "height": 844}
+TABLET: ViewportSize = {"width": 768, "height": 1024}
 DESK: ViewportSize = {"width": 1280, "height": 900}
 
 
@@ -62,7 +63,8 @@ class Visitor:
             self.wrong.append(message.text)
 
     def goes(self, path: str) -> Page:
-        self.page.goto(self.address + path)
+        answer = self.page.goto(self.address + path)
+        assert answer is None or answer.status < 500, path
         return self.page
 
 
@@ -97,5 +99,7 @@ def serious_in(page: Page) -> list[tuple[str, str]]:
 
 
 def too_wide(page: Page) -> bool:
-    """Whether it has to be scrolled sideways."""
-    return page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    """Whether it, or a table in it, has to be scrolled sideways."""
+    return page.evaluate(
+        "[document.documentElement, ...document.querySelectorAll('.scroll')].some(each => each.scrollWidth > each.clientWidth)"
+    )

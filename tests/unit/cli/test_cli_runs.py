@@ -109,7 +109,7 @@ class TestShow:
             "steps        4 of 12",
             "reward       ▁▃▆█",
             "checkpoints  sort@4",
-            "evaluation held_out of sort@4 after 4 steps",
+            "evaluation held_out after 4 steps (sort@4)",
             "warnings\n  after 3 steps  length begins: grows\n",
             "rows of get_rl_dataset left out\n  7  the prompt is empty\n",
             'model.name  "tiny"',
@@ -135,10 +135,10 @@ class TestRollouts:
         shown = call(runs, "rollouts", "sort")
         assert (shown.count("Sort 3"), shown.count("Sort 2")) == (1, 0)
         for part in (
-            "#0 · reward 0.750 · advantage +0.250 · 3 tokens\n",
+            "rollout 1 · reward 0.750 · advantage +0.250 · 3 tokens\n",
             "order 0.75   style –   turns (turn 1) 0.5",
-            "#1 · reward 1.000 · advantage +0.500 · 3 tokens, cut off",
-            "#2 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1",
+            "rollout 2 · reward 1.000 · advantage +0.500 · 3 tokens, cut off",
+            "rollout 3 · TIMED OUT: took longer␛ than 30 s · attempt 1",
             "     ␛]0;owned␇ [bold]no markup[/bold]\n     second line",
         ):
             assert part in shown
@@ -148,19 +148,19 @@ class TestRollouts:
 
     def test_options(self, runs: Path) -> None:
         for options, found in (
-            ("--step 1", [(1, 0), (1, 1), (1, 2)]),
-            ("--failed", [(1, 2), (2, 2), (3, 2), (4, 2)]),
-            ("--failed --step 2", [(2, 2)]),
-            ("--text KIWI", [(1, 1), (2, 1), (3, 1), (4, 1)]),
-            ("--worst --limit 2", [(1, 0), (2, 0)]),
-            ("--best --limit 1", [(4, 1)]),
-            ("--part order --worst --limit 1", [(1, 0)]),
-            ("--task odd --failed", [(2, 2), (4, 2)]),
-            ("--task even --best --limit 1", [(3, 1)]),
-            ("--all --limit 4", [(1, 0), (1, 1), (1, 2), (2, 0)]),
+            ("--step 1", [(1, 1), (1, 2), (1, 3)]),
+            ("--failed", [(1, 3), (2, 3), (3, 3), (4, 3)]),
+            ("--failed --step 2", [(2, 3)]),
+            ("--text KIWI", [(1, 2), (2, 2), (3, 2), (4, 2)]),
+            ("--worst --limit 2", [(1, 1), (2, 1)]),
+            ("--best --limit 1", [(4, 2)]),
+            ("--part order --worst --limit 1", [(1, 1)]),
+            ("--task odd --failed", [(2, 3), (4, 3)]),
+            ("--task even --best --limit 1", [(3, 2)]),
+            ("--all --limit 4", [(1, 1), (1, 2), (1, 3), (2, 1)]),
         ):
             views = call_json(runs, "rollouts", "sort", *options.split())
-            assert [(view["step"], view["member"]) for view in views] == found, options
+            assert [(view["step"], view["rollout"]) for view in views] == found, options
 
     def test_contradictions_and_what_there_is_not_are_refused(self, runs: Path) -> None:
         for words in ("sort --best --worst", "sort --step 1 --all"):

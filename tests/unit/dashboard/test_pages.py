@@ -104,7 +104,7 @@ async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
     lines = [line for plot in one["plots"]["Reward"][:2] for line in plot["lines"]]
     assert [line["bounds"] for line in lines] == [[rewards[-1], rewards[0]]] * 2, "what was earned"
     failed = (await said("/runs/one/rollouts?outcome=failed"))["rollouts"]
-    assert {each["member"] for each in failed} == {3}
+    assert {each["rollout"] for each in failed} == {4}
     first = found[0]
     one_of = await said(f"/runs/one/rollouts/{first['id']}")
     assert one_of["rollout"]["completion"] == first["completion"]
@@ -112,9 +112,9 @@ async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
     assert len(segment["tokens"]) == 12
     assert all(0 <= each["shade"] <= 8 for each in segment["tokens"])
     assert segment["tokens"][0]["text"] == f"⟨{segment['tokens'][0]['id']}⟩", "nobody says"
-    assert len((await said(f"/runs/one/groups/{first['draw']}"))["members"]) == 4
+    assert len((await said(f"/runs/one/groups/{first['group']}"))["members"]) == 4
     history = await said(f"/runs/one/examples/{first['example']}")
-    assert first["draw"] in [each["draw"] for each in history["groups"]]
+    assert first["group"] in [each["group"] for each in history["groups"]]
     compared = await said("/evaluations/compare?a=one@0&b=one@4")
     reward = next(each for each in compared["metrics"] if each["name"] == "reward")
     assert reward["change"]["value"] == pytest.approx(0.4)
@@ -222,7 +222,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
 
 @pytest.mark.parametrize(("path", "status", "says"), [
     ("/runs/none", 404, "There are: broken"), ("/runs/%2e%2e%2f%2e%2e%2fetc", 404, ""), ("/runs/broken", 409, "run.db"),
-    ("/runs/one/rollouts/999999", 404, "no rollout 999999"), ("/runs/one/groups/99", 404, "no group of draw 99"),
+    ("/runs/one/rollouts/999999", 404, "no rollout 999999"), ("/runs/one/groups/99", 404, "no group 99"),
     ("/runs/one/examples/99", 404, "example 99"), ("/runs/one/rollouts?step=-1", 400, "step=-1"),
     ("/runs/one/rollouts?order=odd", 400, "order=odd"), ("/runs/one/weights/step-9/x", 404, "no weights"),
     ("/runs/one/weights/final", 404, "no weights"), ("/compare?run=one", 400, "at least two runs"),
@@ -246,7 +246,7 @@ async def test_what_cannot_be_shown_says_why(
 
 async def test_hostile_text_is_shown_and_does_nothing(client: httpx2.AsyncClient) -> None:
     run = "/runs/hostile%20%3Cb%3E"
-    inside = ("", "/rollouts", "/rollouts/1", "/groups/0", "/examples/0", "/config")
+    inside = ("", "/rollouts", "/rollouts/1", "/groups/1", "/examples/0", "/config")
     for path in (*(run + each for each in inside), "/rollouts/compare?a=hostile%20%3Cb%3E&b=one"):
         page = (await client.get(path, headers={"accept": "text/html"})).text
         assert "hostile &lt;b&gt;" in page, path

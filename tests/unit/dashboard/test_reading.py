@@ -68,7 +68,7 @@ async def test_long_texts_are_cut_in_lists(tmp_path: Path, odd: str, count: int)
     run = write_run(tmp_path / "long", 0)
     with Store.open(run / "run.db") as store:
         commit(store, 0, Group(0, Example(0, prompt), tuple(answer(0, n, text) for n in range(2))))
-    for page in ("rollouts", "groups/0", "examples/0"):
+    for page in ("rollouts", "groups/1", "examples/0"):
         async with asking(tmp_path) as found:
             shown = (await found.get(f"/runs/long/{page}")).text
         for part in ("begin", "end", "first", "last", "more characters"):
@@ -149,14 +149,14 @@ async def test_a_rollout_has_an_address_that_outlives_what_the_record_calls_it(
 
         listed = await visit.get("/runs/one/rollouts?format=json&order=draw")
         first = listed.json()["rollouts"][0]
-        assert await said(first["id"]) == await said("0.0") == await said("0.0.0")
-        assert (await said("0.0"))["before"] is None
-        last = await said("5.3")
-        assert (last["rollout"]["draw"], last["rollout"]["member"]) == (5, 3)
-        assert last["before"]["member"] == 2
+        assert await said(first["id"]) == await said("1.1") == await said("1.1.0")
+        assert (await said("1.1"))["before"] is None
+        last = await said("6.4")
+        assert (last["rollout"]["group"], last["rollout"]["rollout"]) == (6, 4)
+        assert last["before"]["rollout"] == 3
         page = (await visit.get("/runs/one/rollouts", headers={"accept": "text/html"})).text
-        assert 'href="/runs/one/rollouts/5.3"' in page
-        for none in ("0.9", "0.0.1", "99.0", "1.", ".1", "a.b", "1.2.3.4", "9" * 20):
+        assert 'href="/runs/one/rollouts/6.4"' in page
+        for none in ("0.1", "1.0", "1.9", "1.1.1", "99.1", "1.", ".1", "a.b", "1.2.3.4", "9" * 20):
             assert (await visit.get(f"/runs/one/rollouts/{none}")).status_code == 404, none
         much = "9" * 20
         for query in (f"step={much}", f"example={much}", "low=nan", "high=inf", "page=4001"):

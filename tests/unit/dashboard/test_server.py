@@ -177,7 +177,7 @@ async def test_every_address_of_its_pages_is_below_its_path_and_the_server_answe
     for path, to in (("", "server"), ("/", "runs")):
         answer = await below.get(f"/dashboard{path}")
         assert (answer.status_code, answer.headers["location"]) == (303, f"/dashboard/{to}")
-    for path in ("/server", "/runs", f"/runs/{RUN}", f"/runs/{RUN}/rollouts", f"/runs/{RUN}/rollouts/1", f"/runs/{RUN}/groups/0",
+    for path in ("/server", "/runs", f"/runs/{RUN}", f"/runs/{RUN}/rollouts", f"/runs/{RUN}/rollouts/1", f"/runs/{RUN}/groups/1",
                  f"/runs/{RUN}/evaluations", f"/compare?run={RUN}", "/none", "/static/none"):  # fmt: skip
         page = await below.get(f"/dashboard{path}")
         assert page.headers["content-security-policy"]

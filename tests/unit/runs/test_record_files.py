@@ -105,7 +105,7 @@ def test_both_formats_have_the_same_rows(rich, tmp_path, monkeypatch, at_once):
 def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
     write_record(rich, to, tmp_path, 1)
     first, second, _ = rows(tmp_path, to, "rollouts")
-    assert (first["origin"], first["again"], first["completion"]) == ("replay", 4, "half ?")
+    assert (first["origin"], first["again"], first["completion"]) == ("replay", 5, "half ?")
     assert json.loads(first["columns"]) == {"answer": "42", "near": [1, None]}
     assert json.loads(first["messages"])[0] == {"role": "user", "content": "hi"}
     assert (first["notes"], json.loads(second["notes"])) == ("{}", {"won": None})

@@ -135,7 +135,7 @@ def everything(stores: dict[str, Store]) -> list[RolloutView]:
 
 ORDERS: tuple[Order, ...] = ("draw", "newest")
 OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
-    "step": st.integers(0, 6), "draw": st.integers(0, 24), "example": st.integers(0, 5),
+    "step": st.integers(0, 6), "group": st.integers(0, 24), "example": st.integers(0, 5),
     "task": st.sampled_from(("sums", "grid", "none")),
     "outcome": st.sampled_from(("scored", "failed", ("failed", "timed_out"))),
     "part": st.sampled_from(("right", "turns", "none")),
@@ -181,7 +181,7 @@ def test_a_page_is_what_going_through_all_would_find(
 def meets(view: RolloutView, wanted: RolloutFilter) -> bool:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     plain = (
-        (wanted.step, view.step), (wanted.draw, view.draw), (wanted.example, view.example), (wanted.task, view.task),
+        (wanted.step, view.step), (wanted.group, view.group), (wanted.example, view.example), (wanted.task, view.task),
         (wanted.truncated, view.truncated),
     )  # fmt: skip
     return (
@@ -228,7 +228,7 @@ def in_order(found: list[RolloutView], wanted: RolloutFilter) -> list[RolloutVie
         ]
 
     keys: dict[str, Any] = {
-        "draw": lambda view: (view.draw, view.member, view.attempt),
+        "draw": lambda view: (view.group, view.rollout, view.attempt),
         "newest": lambda view: -view.id,
         "best": lambda view: (-max(there(view)), -view.id),
         "worst": lambda view: (min(there(view)), view.id),

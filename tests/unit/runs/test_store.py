@@ -235,7 +235,7 @@ class TestSteps:
         assert store.last_step() == 1
         assert store.steps() == [step(0, (1, 0)), step(1, (3, 2))]
         assert store.groups(1) == [group(3), group(2)]
-        view = store.rollouts(RolloutFilter(draw=1))[0]
+        view = store.rollouts(RolloutFilter(group=2))[0]
         assert (view.step, view.example, view.prompt) == (1, 1, "question 1")
         assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
         assert (view.advantage, view.truncated) == (0.5, False)
@@ -538,7 +538,7 @@ class TestRollouts:
         (RolloutFilter(order="newest"), None, "SCAN rollouts"),
         (RolloutFilter(order="best"), None, "rollouts_by_reward"),
         (RolloutFilter(order="best", max_reward=0.5), "reward", "rollouts_by_reward"),
-        (RolloutFilter(draw=3), "draw", "sqlite_autoindex_rollouts"),
+        (RolloutFilter(group=3), "draw", "sqlite_autoindex_rollouts"),
         (RolloutFilter(step=3), "step", "rollouts_by_step"),
         (RolloutFilter(step=3, order="best"), "step", "rollouts_by_step_and_reward"),
         (RolloutFilter(step=3, example=3), "example", "rollouts_by_example"),
@@ -649,7 +649,7 @@ def without_fts5(monkeypatch: pytest.MonkeyPatch, indexed: bool = False) -> None
 
 def draws(store: Store, words: str, **wanted: Any) -> list[int]:
     """Of the rollouts that are found."""
-    return [view.draw for view in store.rollouts(RolloutFilter(text=words, **wanted))]
+    return [view.group - 1 for view in store.rollouts(RolloutFilter(text=words, **wanted))]
 
 
 class TestTheRest:
@@ -779,7 +779,7 @@ class TestFormat:
                 assert store.tasks(9) == ["grid", "sums", "x" * 200]
                 assert store.tasks(2) == ["grid", "sums"]
                 for task, found in (("sums", [0, 3]), ("x" * 300, [2]), ("none", [])):
-                    assert [v.draw for v in store.rollouts(RolloutFilter(task=task))] == found
+                    assert [v.group - 1 for v in store.rollouts(RolloutFilter(task=task))] == found
 
 
 def make_old(path: Path, version: int, content: str = "") -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.engine.models.native.facts import without_numba
+from groupwise.engine.models.native.facts import numba_works, without_numba
 
 FORMATS = (torch.bfloat16, torch.float32)
 
@@ -23,10 +23,14 @@ def refusal(dtype: torch.dtype) -> str | None:
     return without_numba()
 
 
+def computes(tensor: Tensor) -> bool:
+    """True if a kernel can compute these rows."""
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and numba_works()
+
+
 def suits(tensor: Tensor) -> bool:
     """True if a kernel, which runs on one thread, is the best choice for these rows."""
-    few = len(tensor) <= FEW or torch.get_num_threads() == 1
-    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
+    return (len(tensor) <= FEW or torch.get_num_threads() == 1) and computes(tensor)
 
 
 def array(tensor: Tensor) -> Any:
@@ -88,9 +92,7 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     return y_NF, d_N2F
 
 
-def draw(
-    logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor, block: int
-) -> tuple[Tensor, Tensor]:
+def draw(logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [S] drawn from float32 logits at these temperatures, which may be 0, and their log-probabilities [S]."""
     from groupwise.engine.models.native import vocabulary_kernels
 
@@ -100,7 +102,6 @@ def draw(
         array(logits_SV.contiguous()),
         array(temperatures_S.float()),
         array(uniforms_S),
-        block,
         array(tokens_S),
         array(logprobs_S),
     )

@@ -21,6 +21,8 @@ STRETCH = 16
 """Keys are stored in blocks of this many, ordered [D, STRETCH]; missing ones get weight 0."""
 ROTATED = 64
 """Inputs of a quantised product that a Hadamard matrix mixes; they are spread evenly over the row."""
+VOCABULARY_BLOCK = 128
+"""Tokens of the vocabulary among which a draw, or the most likely token, is looked for one by one."""
 ROWS = 8
 """Products of few rows pad them to a multiple of this: tiles have this size, and libraries may give other last bits for fewer rows."""
 

@@ -6,19 +6,25 @@ source file that has the kernel, though code of other files is compiled into it;
 can corrupt; and a write error ends the run. Here each kernel has its own file for every kind of arguments and CPU. Its name contains a
 digest of all sources in this folder, and saving deletes files of other digests. A file starts with a digest of its content, so one damaged
 by a crash is ignored. If nothing can be saved, every run compiles the kernels.
+
+Compiling the same source twice may give other last bits, because the order of operations is not fixed. So a process locks a kernel before
+it compiles it, others wait for its file, and what was saved first is never replaced.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import pickle
-from collections.abc import Callable, Set
+import time
+from collections.abc import Callable, Generator, Set
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import llvmlite
 import numba
@@ -33,6 +39,8 @@ logger = logging.getLogger(__name__)
 PACKAGE = "groupwise.engine.models.native"
 """Package with all source code of the kernels."""
 DIGEST_BYTES = 32
+LOCK_SECONDS = 120.0
+"""Longest wait for another process that compiles the same kernel, which takes it some seconds; after it this process compiles as well."""
 
 
 def cache_of(function: Callable[..., Any]) -> Any:
@@ -50,6 +58,8 @@ class KernelCache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
+        self._compiling = ExitStack()
+        """Holds the lock of a kernel from `load_overload`, which did not find it, to `save_overload`."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for arguments of these types; None if it is not cached.
@@ -60,14 +70,21 @@ class KernelCache(FunctionCache):
         overload = self._load_overload(sig, target_context)
         if overload is None:
             _tell_of_compiling(self._cache_path)
+            self._compiling.close()  # of a kernel that could not be compiled
+            key = self._index_key(sig, target_context.codegen())
+            self._compiling.enter_context(self._cache_file.locked(key))
+            overload = self._load_overload(sig, target_context)
+            if overload is not None:
+                self._compiling.close()
         return overload
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save a compiled function; a write error is only logged."""
-        try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            _tell_not_kept(f"{self._cache_path}: {error.strerror or error}")
+        with self._compiling:
+            try:
+                super().save_overload(sig, data)
+            except OSError as error:
+                _tell_not_kept(f"{self._cache_path}: {error.strerror or error}")
 
 
 class KernelFiles:
@@ -85,8 +102,20 @@ class KernelFiles:
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         return pickle.loads(content) if digest == sha256(content).digest() else None
 
+    @contextmanager
+    def locked(self, key: Any) -> Generator[None]:
+        """Lock a kernel for as long as it is compiled. Nothing is locked after `LOCK_SECONDS`, or if the folder cannot be written."""
+        path = self._kernel_path(key)
+        lock_path = path.with_name(f"{path.name}.lock")
+        with ExitStack() as stack:
+            with suppress(OSError):
+                _wait_for_lock(stack.enter_context(lock_path.open("wb")))
+            yield
+            with suppress(OSError):
+                lock_path.unlink()
+
     def save(self, key: Any, value: Any) -> None:
-        """Save a value; raises OSError if it cannot be written."""
+        """Save a value, unless another process was first; raises OSError if it cannot be written."""
         for other in self._folder.glob(
             "*.nb[ci]*"
         ):  # of other sources; these names also match files of numba's own cache
@@ -97,7 +126,8 @@ class KernelFiles:
         building = building_path(path)
         try:
             building.write_bytes(sha256(content).digest() + content)
-            building.replace(path)
+            if self.load(key) is None:
+                building.replace(path)
         finally:
             building.unlink(missing_ok=True)
 
@@ -105,6 +135,19 @@ class KernelFiles:
         versions = numba.__version__, llvmlite.__version__
         kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
+
+
+def _wait_for_lock(lock: IO[bytes]) -> None:
+    """Lock an open file, which its end unlocks. Raises OSError if that is not possible here, or not within `LOCK_SECONDS`."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 @cache

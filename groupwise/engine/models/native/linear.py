@@ -75,13 +75,19 @@ class Linear:
         return self.parts[0].path if self.parts else "head"
 
     @property
-    def tiles(self) -> Tensor | None:
-        """The weights in the order for decoding, if `pack` was called."""
-        return None if self._packed is None else self._packed.tiles
+    def packed_tensors(self) -> dict[str, Tensor]:
+        """What `pack` computed, by its names in a cache; empty before."""
+        tensors = () if self._packed is None else self._packed.tensors
+        return dict(zip(self._packed_names, tensors, strict=False))
 
-    def pack(self, tiles: Tensor | None = None, *, int8: bool = False) -> None:
-        """Also keep the weights in the order for decoding, from a cache (`tiles`) or computed; with `int8` as whole numbers."""
-        self._packed = Packed(self.weight_OI, self.bias_O, tiles, int8=int8)
+    @property
+    def _packed_names(self) -> tuple[str, str]:
+        return self.cache_name, f"{self.cache_name}.scales"
+
+    def pack(self, cached: Mapping[str, Tensor] | None = None, *, int8: bool = False) -> None:
+        """Also keep the weights in the order for decoding, from a cache or computed; with `int8` as whole numbers."""
+        found = [cached[name] for name in self._packed_names if name in cached] if cached else ()
+        self._packed = Packed(self.weight_OI, self.bias_O, found, int8=int8)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
         """The product [N, O] of a few rows, as in decoding, in the format of the weight or float32.

@@ -51,11 +51,11 @@ class Packed:
         self,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        tiles: Tensor | None = None,
+        cached: Sequence[Tensor] = (),
         *,
         int8: bool = False,
     ) -> None:
-        """`tiles`: the property of that name of an earlier object with the same weight."""
+        """`cached`: the `tensors` of an earlier object with the same weight."""
         from groupwise.engine.models.native import products
 
         self._outputs, inputs = weight_OI.shape
@@ -64,29 +64,24 @@ class Packed:
         self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         bias_O = F.pad(bias_O, (0, self._shape[0] - self._outputs))
+        self.tensors = tuple(cached) or self._compute(weight_OI)
+        """What was computed of the matrix: its tiles; in int8 also, for each output [2, O], what cancels the offset of the inputs (int32,
+        as float32) and the scale."""
         if int8:
-            q_OI, scales_O = quantized(F.pad(weight_OI, (0, 0, 0, -self._outputs % LANES)))
-            self._weights = _in_tiles(q_OI, q_OI.shape[1], 4)
-            cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
-            constants_3O = torch.stack((cancelling_O, scales_O, bias_O))
-            self._constants = array(
-                constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
-            )
-        else:
-            self._weights = self._tiles_of(weight_OI) if tiles is None else array(tiles)
-            self._constants = array(bias_O)
+            constants_3O = torch.stack((*self.tensors[1], bias_O))
+            bias_O = constants_3O.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
+        self._weights, self._constants = array(self.tensors[0]), array(bias_O)
         self._no_adapter = self.low_rank([])
 
-    @property
-    def tiles(self) -> Tensor | None:
-        """The matrix as it is kept here; None if it is in int8, which no cache holds."""
-        return torch.from_numpy(self._weights) if self._int8_inputs is None else None
-
-    def _tiles_of(self, weight_OI: Tensor) -> Array:
+    def _compute(self, weight_OI: Tensor) -> tuple[Tensor, ...]:
+        if self._int8_inputs is not None:
+            q_OI, scales_O = quantized(F.pad(weight_OI, (0, 0, 0, -self._outputs % LANES)))
+            cancelling_O = (-128 * q_OI.sum(1, dtype=torch.int32)).view(torch.float32)
+            return _in_tiles(q_OI, self._int8_inputs, 4), torch.stack((cancelling_O, scales_O))
         # Published weights are often bfloat16, even if they are loaded as float32. Testing one row excludes most others quickly.
         if weight_OI.dtype != torch.bfloat16 and _are_halves(weight_OI[0]):
             weight_OI = weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
-        return _in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1)
+        return (_in_tiles(weight_OI, self._shape[1], 2 if self._pairs else 1),)
 
     def low_rank(self, placed: Placed) -> PackedLowRank:
         """The factors of an adapter, in the form that `product` takes."""
@@ -106,7 +101,7 @@ class Packed:
             first = last
         if self._pairs:
             down_RI = down_RI.bfloat16()
-        down = _in_tiles(down_RI, inputs, 2 if self._pairs else 1)
+        down = array(_in_tiles(down_RI, inputs, 2 if self._pairs else 1))
         ups = array(up_RO.unflatten(1, (-1, LANES)).transpose(0, 1).contiguous())
         return PackedLowRank(down, ups, ranks_B2)
 
@@ -169,13 +164,13 @@ def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return q_OI, scales_O / ROTATED
 
 
-def _in_tiles(weight_OI: Tensor, inputs: int, together: int) -> Array:
+def _in_tiles(weight_OI: Tensor, inputs: int, together: int) -> Tensor:
     """The matrix as [O / 16, inputs / together, 16, together], padded with zeros."""
     padding = -len(weight_OI) % LANES, inputs - weight_OI.shape[1]
     if any(padding):
         weight_OI = F.pad(weight_OI, (0, padding[1], 0, padding[0]))
     tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
-    return array(tiles.contiguous())
+    return tiles.contiguous()
 
 
 def _are_halves(numbers: Tensor) -> bool:

@@ -26,7 +26,7 @@ def ready_to_decode(model: NativeModel, *, int8: bool = False) -> None:
     weight_OI = model.head.weight_OI[:LANES]
     for each in {False, int8}:
         Packed(weight_OI, None, int8=each).product(torch.ones_like(weight_OI[:1]), None)
-    compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64), 1)
+    compiled.draw(torch.ones(1, 1), torch.ones(1), torch.zeros(1, dtype=torch.float64))
     from groupwise.engine.models.native import kernels
 
     no_norm, size = np.empty(0, np.float32), LANES

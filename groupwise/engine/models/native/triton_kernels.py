@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from groupwise.engine.models.native.facts import VOCABULARY_BLOCK
+
 SPAN = 1024
 """Numbers of a row that one program of an elementwise kernel computes."""
 TILE = 16
@@ -460,12 +462,10 @@ def head_numbers(
     return normalisers_C, entropies_C, likeliest_C
 
 
-def draw(
-    logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor, block: int
-) -> tuple[Tensor, Tensor]:
+def draw(logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [S] and their log-probabilities [S]: `groupwise.engine.sampler.draw` at temperatures above 0."""
     rows, vocabulary = logits_SV.shape
-    blocks, chunks = -(-vocabulary // block), -(-vocabulary // SPAN)
+    blocks, chunks = -(-vocabulary // VOCABULARY_BLOCK), -(-vocabulary // SPAN)
     peaks_SC = logits_SV.new_empty(rows, chunks, dtype=torch.float32)
     sums_SK = logits_SV.new_empty(rows, blocks, dtype=torch.float32)
     tokens_S = torch.empty(rows, dtype=torch.long, device=logits_SV.device)
@@ -473,11 +473,12 @@ def draw(
     most = int(triton.next_power_of_2(chunks))
     _peaks_kernel[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
     _sums_kernel[(rows, chunks)](
-        logits_SV, temperatures_S, peaks_SC, sums_SK, vocabulary, blocks, SPAN=SPAN, BLOCK=block, CHUNKS=most
+        logits_SV, temperatures_S, peaks_SC, sums_SK, vocabulary, blocks,
+        SPAN=SPAN, BLOCK=VOCABULARY_BLOCK, CHUNKS=most,
     )  # fmt: skip
     _search_kernel[(rows,)](
         logits_SV, temperatures_S, uniforms_S, peaks_SC, sums_SK, tokens_S, logprobs_S, vocabulary, blocks, chunks,
-        SMALL=2**-40, BLOCK=block, BLOCKS=int(triton.next_power_of_2(blocks)), CHUNKS=most,
+        SMALL=2**-40, BLOCK=VOCABULARY_BLOCK, BLOCKS=int(triton.next_power_of_2(blocks)), CHUNKS=most,
     )  # fmt: skip
     return tokens_S, logprobs_S
 

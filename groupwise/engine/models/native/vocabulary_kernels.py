@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from groupwise.engine.models.native.facts import VOCABULARY_BLOCK
 from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.kernels import (
     ANY_ORDER,
@@ -20,9 +21,6 @@ from groupwise.engine.models.native.kernels import (
     store,
     to_float32,
 )
-
-BLOCK = 128
-"""Logits among which the most likely token is looked for one by one."""
 
 
 @kernel(ROUNDING_KEPT)
@@ -41,19 +39,17 @@ def _sum_of_weights(logits_B: Array, highest: Any, divisor: Any) -> Any:
 
 
 @kernel(ROUNDING_KEPT)
-def _token_at(
-    logits_V: Array, highest: Any, divisor: Any, cumulative_K: Array, block: int, target: Any
-) -> Any:
+def _token_at(logits_V: Array, highest: Any, divisor: Any, cumulative_K: Array, target: Any) -> Any:
     """The token at which the cumulative weight exceeds the target; `cumulative_K` has it after each block."""
     k = min(np.searchsorted(cumulative_K, target, side="right"), len(cumulative_K) - 1)
-    logits_B = logits_V[k * block : (k + 1) * block]
+    logits_B = logits_V[k * VOCABULARY_BLOCK : (k + 1) * VOCABULARY_BLOCK]
     inside = cumulative_K[k - 1] if k else 0.0
-    token = k * block
+    token = k * VOCABULARY_BLOCK
     for b in range(logits_B.shape[0]):
         weight = np.float64(_weight(logits_B[b], highest, divisor))
         inside += weight
         if weight > 0.0:
-            token = k * block + b
+            token = k * VOCABULARY_BLOCK + b
             if inside > target:
                 break
     return token
@@ -73,7 +69,6 @@ def draw(
     logits_SV: Array,
     temperatures_S: Array,
     uniforms_S: Array,
-    block: int,
     tokens_S: Array,
     logprobs_S: Array,
 ) -> None:
@@ -84,7 +79,7 @@ def draw(
     log-probability of NaN.
     """
     vocabulary = logits_SV.shape[1]
-    blocks = (vocabulary + block - 1) // block
+    blocks = (vocabulary + VOCABULARY_BLOCK - 1) // VOCABULARY_BLOCK
     cumulative_K = np.empty(blocks, np.float64)
     for s in range(logits_SV.shape[0]):
         logits_V, temperature = logits_SV[s], temperatures_S[s]
@@ -92,12 +87,12 @@ def draw(
         highest = highest_score(logits_V)
         total = 0.0
         for k in range(blocks):
-            total += _sum_of_weights(logits_V[k * block : (k + 1) * block], highest, divisor)
+            total += _sum_of_weights(
+                logits_V[k * VOCABULARY_BLOCK : (k + 1) * VOCABULARY_BLOCK], highest, divisor
+            )
             cumulative_K[k] = total
         if temperature > 0:
-            token = _token_at(
-                logits_V, highest, divisor, cumulative_K, block, uniforms_S[s] * total
-            )
+            token = _token_at(logits_V, highest, divisor, cumulative_K, uniforms_S[s] * total)
         else:
             token = _first_of(logits_V, highest, 0)
         tokens_S[s] = token
@@ -135,8 +130,8 @@ def head_numbers(
     for c in range(logits_CV.shape[0]):
         logits_V, temperature = logits_CV[c], temperatures_C[c]
         highest, first = np.float32(-np.inf), 0
-        for start in range(0, vocabulary, BLOCK):
-            score = highest_score(logits_V[start : start + BLOCK])
+        for start in range(0, vocabulary, VOCABULARY_BLOCK):
+            score = highest_score(logits_V[start : start + VOCABULARY_BLOCK])
             if score > highest:
                 highest, first = score, start
         likeliest_C[c] = _first_of(logits_V, highest, first)

@@ -40,8 +40,9 @@ from groupwise.engine.models.native.products import USE_PAIRS
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["matrices", "decoding"]
-"""`matrices`: all parameters and the matrices of all products; `decoding`: the same matrices in the order for decoding."""
+Kind = Literal["matrices", "decoding", "int8"]
+"""`matrices`: all parameters and the matrices of all products; `decoding`: the same matrices in the order for decoding; `int8`: in that
+order too, those of the layers rounded to whole numbers."""
 
 VARIABLE = "GROUPWISE_WEIGHT_CACHE_GIB"
 """The environment variable with the largest size of the cache in GiB; 0 turns it off."""

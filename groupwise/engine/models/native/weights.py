@@ -31,6 +31,7 @@ from groupwise.engine.models.native.linear import Layer, Linear, Part
 
 if TYPE_CHECKING:
     from groupwise.engine.models.native.causal_lm import CausalModel
+    from groupwise.engine.models.native.weight_cache import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class NativeModel:
             epsilon=config.rms_norm_eps,
         )
         self.packed = False
+        self._decoding: Kind = "decoding"
         cache = model.weight_cache if isinstance(model, CausalLM) else None
         self._cache = cache if cache is not None and cache.is_current() else None
         self.dtype = model.dtype
@@ -150,28 +152,28 @@ class NativeModel:
         """Also keep all weights in the order for decoding on a CPU, unless that has been done; with `int8` the layers' as whole numbers."""
         if self.packed or not self.compiled:
             return
-        cached = {} if self._cache is None else self._cache.tensors("decoding")
+        self._decoding = "int8" if int8 else "decoding"
+        cached = {} if self._cache is None else self._cache.tensors(self._decoding)
         for linear in self.products:
-            as_int8 = int8 and linear is not self.head
-            linear.pack(None if as_int8 else cached.get(linear.cache_name), int8=as_int8)
+            linear.pack(cached, int8=int8 and linear is not self.head)
         self.packed = True
 
     def release_decoding(self) -> None:
         """Call when nothing is decoded for a while: see `WeightCache.release`."""
         if self._cache is not None:
-            self._cache.release("decoding")
+            self._cache.release(self._decoding)
 
     def write_cache(self) -> None:
         """Write what was computed of the model's files for later processes, if it is not cached yet."""
         if self._cache is None or not self._cache.is_current():
             return
         matrices = {linear.cache_name: linear.weight_OI for linear in self.products}
-        tiles = {
-            linear.cache_name: linear.tiles for linear in self.products if linear.tiles is not None
-        }
         wrote = self._cache.write("matrices", {**self._cache.parameters, **matrices})
-        if wrote and len(tiles) == len(matrices):
-            self._cache.write("decoding", tiles)
+        if wrote and self.packed:
+            tensors: dict[str, Tensor] = {}
+            for linear in self.products:
+                tensors |= linear.packed_tensors
+            self._cache.write(self._decoding, tensors)
 
     @property
     def products(self) -> list[Linear]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, cast
 
 from sqlalchemy import Select, case, func, or_, select
@@ -79,6 +80,16 @@ class Quota:
         return not gpus or self.used + gpus <= self.most
 
 
+class MachinesRead(IntEnum):
+    """The machines that a view has read so far; each level includes those below it."""
+
+    FREE_GPUS = 1
+    """Machines with an engine, or with a GPU that no job holds whole."""
+    FREE_SLOTS = 2
+    """Those with a free CPU slot as well."""
+    ALL = 3
+
+
 @dataclass(slots=True)
 class View:
     """Free capacity at one moment, less the bookings by `take` since. Machines that it lacks are read when a job needs them."""
@@ -95,10 +106,9 @@ class View:
     """Quotas of the projects that have one."""
     roomy: set[str] | None = None
     """Machines that have anything free, fewer with each booking. None: not computed yet."""
-    unread: Session | None = None
-    """Reads the other machines; None: there are none. `machines` has all with an engine or a GPU that is not held whole."""
-    lacks_slots: bool = False
-    """Machines with a free CPU slot are among the unread ones."""
+    read: MachinesRead = MachinesRead.ALL
+    session: Session | None = None
+    """Reads the other machines; needed unless `read` is ALL."""
 
     def look(
         self,
@@ -108,7 +118,7 @@ class View:
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
         """Find room for a job, or return the reasons why there is none."""
-        self._read_all()
+        self._read_up_to(MachinesRead.ALL)
         if (quota_reason := self.over_quota(resources, project)) is not None:
             return quota_reason
         open_machines = self._machines_open_to(resources, project, self.machines.values())
@@ -126,9 +136,9 @@ class View:
         if self.over_quota(resources, project):
             return None
         if resources.oversubscribe:
-            self._read_all()
+            self._read_up_to(MachinesRead.ALL)
         elif not resources.gpu_count:
-            self._read_slots()
+            self._read_up_to(MachinesRead.FREE_SLOTS)
         machines = self.machines.values() if resources.oversubscribe else self._machines_with_room()
         open_to_it = self._machines_open_to(resources, project, machines)
         return room(resources, open_to_it, self.held_before(key), avoid)
@@ -151,26 +161,19 @@ class View:
         held_before = NOTHING_HELD if after is None else self.held_before(after)
         if any(has_room(machine, held_before) for machine in self._machines_with_room()):
             return False
-        slots_elsewhere = self.unread if self.lacks_slots else None
-        return slots_elsewhere is None or slots_elsewhere.scalar(_FREE_SLOTS.limit(1)) is None
+        if self.session is None or self.read >= MachinesRead.FREE_SLOTS:
+            return True
+        return self.session.scalar(_FREE_SLOTS.limit(1)) is None
 
-    def _read_slots(self) -> None:
-        """Read the machines with a free CPU slot."""
-        if self.unread is not None and self.lacks_slots:
-            self._read(self.unread, _at_most_named(self.unread, _FREE_SLOTS))
-            self.lacks_slots = False
-
-    def _read_all(self) -> None:
-        """Read all machines that were not read yet."""
-        if self.unread is not None:
-            self._read(self.unread, None)
-
-    def _read(self, session: Session, vm_ids: Collection[str] | None) -> None:
-        """Read these machines, or all; those that are here already keep their bookings."""
-        self.machines = machines(session, self.now, vm_ids) | self.machines
+    def _read_up_to(self, wanted: MachinesRead) -> None:
+        """Read the machines of this level that were not read yet; those read before keep their bookings."""
+        if wanted <= self.read:
+            return
+        assert self.session is not None
+        vm_ids = None if wanted == MachinesRead.ALL else _at_most_named(self.session, _FREE_SLOTS)
+        self.machines = machines(self.session, self.now, vm_ids) | self.machines
         self.roomy = None
-        if vm_ids is None:
-            self.unread = None
+        self.read = MachinesRead.ALL if vm_ids is None else wanted
 
     def _machines_with_room(self) -> list[Machine]:
         if self.roomy is None:
@@ -244,10 +247,10 @@ class View:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other_key != key for other_key, _ in self.held):
             held_before = self.held_before(key)
-            if not resources.gpu_count:
-                self._read_slots()
-            if resources.machines > 1:
-                self._read_all()  # it may take full machines in addition to those with room
+            if resources.machines > 1:  # it may take full machines in addition to those with room
+                self._read_up_to(MachinesRead.ALL)
+            elif not resources.gpu_count:
+                self._read_up_to(MachinesRead.FREE_SLOTS)
             # For a single machine, least is missing on those with room; what is withheld on full ones could not be placed now anyway.
             open_machines = self._machines_open_to(resources, project, self.machines.values())
             withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
@@ -289,8 +292,8 @@ def view_of_room(session: Session, projects: Collection[str]) -> View:
         machines(session, now, names),
         deque(waiting_jobs),
         quotas=quotas(session, counted_projects),
-        unread=None if names is None else session,
-        lacks_slots=True,
+        read=MachinesRead.ALL if names is None else MachinesRead.FREE_GPUS,
+        session=session,
     )
 
 
@@ -313,7 +316,6 @@ _WITH_FREE_GPU = select(GPU.vm_id).where(
 _FREE_GPUS = select(VM.vm_id).where(
     VM.active, or_(VM.engine.is_not(None), VM.vm_id.in_(_WITH_FREE_GPU))
 )
-"""Machines with an engine, or with a GPU that no job holds whole."""
 _TAKEN_SLOTS = (
     select(Reservation.vm_id, func.count().label("slots"))
     .where(_OPEN, Reservation.slot < MOST_SLOTS)
@@ -325,7 +327,6 @@ _FREE_SLOTS = (
     .outerjoin(_TAKEN_SLOTS, _TAKEN_SLOTS.c.vm_id == VM.vm_id)
     .where(VM.active, func.coalesce(VM.cpu_slots, 1) > func.coalesce(_TAKEN_SLOTS.c.slots, 0))
 )
-"""Machines with a CPU slot that no job holds."""
 
 
 def machines(

@@ -7,9 +7,10 @@ job whose place was taken meanwhile stays queued for the next round. The databas
 only that job is rolled back.
 
 Jobs that found no room become pending, with all queued ones of the same shape, so that the head of the queue never fills up with jobs that
-cannot start. That is a transaction of its own, `mark`, so that no attempt waits for it. It checks again whether there is room; a job that
-was not marked because its dispatcher died is found again by the next claim. `requeue_pending.py` explains how pending jobs come back and
-why none is forgotten.
+cannot start. First `explain` reads why they cannot start. The reasons name machines, so it reads all of them, which takes long in a large
+fleet; it therefore takes no lock. Then `mark`, a transaction of its own, takes the marking lock and checks again whether there is room, for
+which the machines with room are enough. Releases of capacity wait for that lock, so `mark` must be short. A job that was not marked because
+its dispatcher died is found again by the next claim. `requeue_pending.py` explains how pending jobs come back and why none is forgotten.
 
 Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. A
 transaction that holds the marking lock waits for no row.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import (
+    Select,
     Table,
     and_,
     bindparam,
@@ -138,8 +140,28 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
-def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
-    """Make jobs pending that still cannot start. Takes the marking lock, which releases of capacity take too, so none is missed.
+def explain(session: Session, unplaced: Unplaced) -> dict[str, Blocked]:
+    """Why the blocked jobs cannot start, by job id, without those that can start now; only of as many as one `mark` makes pending. For a
+    transaction that only reads."""
+    if not unplaced.blocked:
+        return {}
+    view = capacity.view(session, {job.project for job in unplaced.blocked})
+    reasons: dict[str, Blocked] = {}
+    remaining = MOST_MARKED
+    for job in unplaced.blocked:
+        placement = view.look(job.resources, job.project, job.key)
+        if isinstance(placement, Blocked):
+            reasons[job.job_id] = placement
+            alike = _queued_of_shape(job, view.now).limit(remaining).subquery()
+            remaining -= session.scalar(select(func.count()).select_from(alike)) or 0
+            if not remaining:
+                break
+    return reasons
+
+
+def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], owner: str) -> bool:
+    """Make jobs pending that still cannot start, for the reasons that `explain` found. Takes the marking lock, which releases of capacity
+    take too, so none is missed.
 
     Returns whether other jobs were woken instead.
     """
@@ -149,7 +171,7 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
         _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
-        view = capacity.view(session, {job.project for job in unplaced.blocked})
+        view = capacity.view_of_room(session, {job.project for job in unplaced.blocked})
         remaining = MOST_MARKED
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in unplaced.blocked})
         for job in unplaced.blocked:
@@ -157,9 +179,9 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
                 break
             if job.job_id in unmet:
                 continue  # the job that it follows was retried meanwhile
-            placement = view.look(job.resources, job.project, job.key)
-            if isinstance(placement, Blocked):
-                remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
+            blocked = reasons.get(job.job_id)
+            if blocked and view.room_for(job.resources, job.project, job.key) is None:
+                remaining -= _mark_shape_pending(session, job, blocked, view, actor, remaining)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 
@@ -686,28 +708,26 @@ def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) ->
         events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
+def _queued_of_shape(job: _Candidate, now: float) -> Select[str]:
+    """The job and later ones of the same shape that may start. Not those that wait for a job or a time: they are checked at their turn."""
+    dependencies = Job.request["after"].as_string()
+    has_dependencies = and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
+    return select(Job.job_id).where(
+        QUEUED,
+        Job.shape == job.shape,
+        Job.rank >= job.rank,
+        Job.cancel_requested_at.is_(None),
+        Job.not_before <= now,
+        or_(~has_dependencies, Job.job_id == job.job_id),  # the first job has been checked
+    )
+
+
 def _mark_shape_pending(
     session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
-    dependencies = Job.request["after"].as_string()
-    has_dependencies = and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
-    query = (
-        select(Job.job_id)
-        .where(
-            QUEUED,
-            Job.shape == job.shape,
-            Job.rank >= job.rank,
-            Job.cancel_requested_at.is_(None),
-            # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
-            Job.not_before <= view.now,
-            or_(~has_dependencies, Job.job_id == job.job_id),
-        )
-        .order_by(Job.rank, Job.job_id)
-        .limit(most)
-        .with_for_update(skip_locked=True, key_share=True)
-    )
-    ids = session.scalars(query).all()
+    query = _queued_of_shape(job, view.now).order_by(Job.rank, Job.job_id).limit(most)
+    ids = session.scalars(query.with_for_update(skip_locked=True, key_share=True)).all()
     # A job that waits for its project's quota does not wait for room, so none is withheld for it.
     waits_for_room = view.over_quota(job.resources, job.project) is None
     session.execute(

@@ -406,7 +406,8 @@ def _unfit_reason(resources: Resources, machine: Machine) -> str | None:
     for name, value in sorted(resources.labels.items()):
         actual = machine.labels.get(name)
         if actual != value:
-            return f"label {name} is {'not set' if actual is None else repr(actual)}, not {value!r}"
+            found = "it is not set" if actual is None else f"there it is {actual!r}"
+            return f"label {name}={value} is wanted, and {found}"
     if resources.prepared and not machine.prepared:
         return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
     disk = _shortage("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
@@ -608,7 +609,7 @@ def _blocked_reasons(
             if fitting_count
             else "no machine"
         )
-        lines.append(f"{subject} could run it now, even if everything were free")
+        lines.append(f"{subject} could run it, even if nothing else ran")
     elif resources.machines > 1:
         lines.append(f"{willing_count} of the {resources.machines} machines wanted have room now")
     if len(fleets) > 1:

@@ -161,8 +161,9 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     if vm.active:
         raise Refusal(
             "vm_exists",
-            f"there is a machine {new.vm_id} already, {vm.user or ''}@{vm.ip_address}:{vm.port}. Choose another name, or "
-            f"`groupwise fleet vm remove {new.vm_id}` first.",
+            f"there is a machine {new.vm_id} already, {vm.user or ''}@{vm.ip_address}:{vm.port}. Choose another name; or "
+            f"`groupwise fleet vm trust {new.vm_id}` lets it have jobs if its host key is not trusted yet, `vm set` changes how it is "
+            f"reached, and `vm remove` removes it.",
         )
     before = None if is_new else {"active": False}
     _set_columns(vm, new)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.idempotency import key_problem
@@ -75,11 +75,12 @@ def submit_all(
     else:
         jobs = admission.submit_array(session, requests, idempotency_key=key, **common_arguments)
     accepted: list[Document] = []
+    made: list[Job] = []
     try:
         for request, job in zip(requests, jobs, strict=True):
             _refuse_invalid(request, job, unsent)
-            document = job_document(job) | {"notes": _submission_notes(request, job)}
-            accepted.append(visibility.job(session, actor, document))
+            made.append(job)
+            accepted.append(visibility.job(session, actor, job_document(job) | {"notes": []}))
     except (UsageError, Refusal) as error:
         code = error.code if isinstance(error, Refusal) else "invalid_request"
         if len(requests) == 1 or code == "idempotency_key_reused":  # concerns all of them
@@ -90,9 +91,10 @@ def submit_all(
         raise Refusal(code, message, field=place, problem=problem) from error
     # Requirements that no machine meets may be mistyped, and the operator may have forgotten to start a dispatcher.
     unmet = unmet_requirements(session, [request.resources for request in requests])
+    chosen = _notes_on_gpus(session, requests, made)
     idle = "dispatcher" in status.missing_roles(session)
-    for accepted_job, notes in zip(accepted, unmet, strict=True):
-        accepted_job["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
+    for accepted_job, notes, more in zip(accepted, chosen, unmet, strict=True):
+        accepted_job["notes"] += [*notes, *more, *([status.NO_DISPATCHER] if idle else [])]
     return accepted
 
 
@@ -116,7 +118,7 @@ def plan(
         document = job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
-            "notes": _submission_notes(request, job),
+            "notes": _notes_on_gpus(session, [request], [job])[0],
             "where": [
                 seat.vm_id
                 + (f" GPU {','.join(str(g.index) for g in seat.gpus)}" if seat.gpus else "")
@@ -160,20 +162,54 @@ def _refuse_invalid(request: JobRequest, job: Job, unsent: frozenset[str]) -> No
             )
 
 
-def _submission_notes(request: JobRequest, job: Job) -> list[str]:
-    """Notes on values that admission chose because the request gave none."""
-    requested, settled = request.resources, job.resources
-    if (
-        requested.gpus is not None
-        or requested.settled(0) == requested.settled(1)
-        or settled is None
-    ):
-        return []
-    if settled.get("gpus"):
-        return ["--gpus was not given: the job gets 1 GPU; --gpus 0 runs it without one"]
-    if job.job_type == COMMAND:
-        return ["--gpus was not given: the job gets no GPU; --gpus 1 asks for one"]
-    return ["--gpus was not given: the job gets no GPU, as no machine that it may run on has one"]
+def _notes_on_gpus(
+    session: Session, requests: Sequence[JobRequest], jobs: Sequence[Job]
+) -> list[list[str]]:
+    """For each job whose request does not give a number of GPUs: what admission chose, and what the machines have."""
+    chosen = [
+        request.resources.gpus is None
+        and request.resources.settled(0) != request.resources.settled(1)
+        and job.resources is not None
+        for request, job in zip(requests, jobs, strict=True)
+    ]
+    gpus = _gpus_of_fleet(session) if any(chosen) else ""
+    return [
+        [note] if is_chosen and (note := _note_on_gpus(job, gpus)) else []
+        for job, is_chosen in zip(jobs, chosen, strict=True)
+    ]
+
+
+def _note_on_gpus(job: Job, gpus: str) -> str:
+    if (job.resources or {}).get("gpus"):
+        return "--gpus was not given, so the job gets 1 GPU; --gpus 0 runs it without one"
+    if job.job_type != COMMAND:
+        found = f"the fleet has {gpus}, on other machines" if gpus else "the fleet has none"
+        return (
+            f"no machine that the job may run on has a GPU ({found}), so it runs without one; --gpus 1 waits for a GPU, and "
+            "`groupwise fleet vm add` adds a machine"
+        )
+    if not gpus:
+        return ""
+    return f"--gpus was not given, so the job gets no GPU; the machines have {gpus}: --gpus 1 asks for one"
+
+
+def _gpus_of_fleet(session: Session) -> str:
+    """The GPUs of all machines, such as `8 × NVIDIA H100 80GB HBM3`; empty: there are none."""
+    by_model = (
+        select(GPU.model, func.count())
+        .join(VM, VM.vm_id == GPU.vm_id)
+        .where(VM.active)
+        .group_by(GPU.model)
+        .order_by(GPU.model)
+    )
+    found = [f"{count} × {model or 'GPU'}" for model, count in session.execute(by_model)]
+    engines = session.execute(select(VM.vm_id, VM.engine).where(VM.active, VM.engine.is_not(None)))
+    found += [
+        f"up to {engine.body.gpus} for each job on {vm_id}"
+        for vm_id, document in engines
+        if (engine := elastic_of(document)) and engine.body.gpus
+    ]
+    return ", ".join(found)
 
 
 @dataclass(frozen=True, slots=True)

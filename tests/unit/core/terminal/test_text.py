@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.core.terminal.text import clean, one_line
+from groupwise.core.terminal.text import clean, command_line, one_line
 
 
 @given(st.text(st.characters(exclude_categories=())))
@@ -23,3 +25,13 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 ])  # fmt: skip
 def test_hostile_text_is_shown_for_what_it_is(hostile: str, shown: str) -> None:
     assert clean(hostile) == shown
+
+
+@given(st.lists(st.text()))
+def test_a_command_line_means_the_words(words: list[str]) -> None:
+    assert shlex.split(command_line(words)) == words
+
+
+def test_a_command_line_has_no_quotes_within_quotes() -> None:
+    assert command_line(["python", "-c", "print('a b')"]) == """python -c "print('a b')\""""
+    assert command_line(["echo", "it's $5"]) == """echo 'it'"'"'s $5'"""

@@ -5,7 +5,7 @@
 3. Before it is told what to make, the zygote answers questions.
 4. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
 5. So does what cannot be read.
-6. The end of the main process is the end of all, whatever they are doing.
+6. The end of the main process is the end of all, whatever they are doing; a zygote that still imports says nothing.
 7. Nothing is left after `close`.
 8. What is made sees no GPU; a zygote that may be asked about GPUs sees those that the main process does.
 """
@@ -17,6 +17,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,13 @@ async def test_each_rank_answers_for_itself(shared):
     assert shared.call_all_now("who") == [*enumerate(shared.processes)]
     assert await shared.call_all("word") == ["hello", "hello"]
     assert await shared.call_each([(1, "add", (1, 2)), (0, "add", (3,))]) == [3, 3]
+
+
+def test_the_zygote_becomes_a_supervisor_without_its_memory(shared):
+    program = Path(f"/proc/{shared.zygote}/cmdline")
+    while b"rank_supervisor" not in program.read_bytes():
+        time.sleep(0.01)
+    assert shared.call_all_now("word") == ["hello", "hello"]
 
 
 def test_a_file_of_the_working_directory_hides_no_module(tmp_path, monkeypatch):
@@ -228,6 +237,26 @@ def test_the_end_of_the_main_process_is_the_end_of_all(number):
     main.send_signal(number)
     main.communicate()
     assert all_gone(processes)
+
+
+IMPORTING = """
+import os, sys, time
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
+ranks = ForkedWorkers("torch")
+ranks.start()
+while ranks._process is None:
+    time.sleep(0.001)
+print(ranks.zygote, flush=True)
+time.sleep(0.4)
+"""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(2)", "ranks.close()", "os.kill(os.getpid(), 9)"])
+def test_a_zygote_that_still_imports_ends_silently_with_its_command(ending):
+    command = [sys.executable, "-c", IMPORTING + ending]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.stderr == ""
+    assert all_gone([int(shown.stdout)])
 
 
 async def test_the_first_error_in_the_order_of_ranks_is_raised(shared):

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler import draw as draw_module
-from groupwise.engine.sampler.draw import BLOCK, draw_tokens, mask_early_stops, truncate
+from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.facts import VOCABULARY_BLOCK
+from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.rules import uniform
 
 SEEDS = st.integers(0, 2**64 - 1)
-SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
+SIZES = (1, VOCABULARY_BLOCK - 1, VOCABULARY_BLOCK, VOCABULARY_BLOCK + 1, 300)
 LAST = 1 - 2**-53
 """The largest number that `uniform` can give."""
 
@@ -88,13 +89,13 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vocabulary, 
     torch.testing.assert_close(logprobs.double(), wanted, atol=rounding, rtol=1e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [300, 2 * BLOCK])
+@pytest.mark.parametrize("vocabulary", [300, 2 * VOCABULARY_BLOCK])
 @pytest.mark.parametrize("temperature", [0.01, 1.0])
 def test_what_has_no_probability_is_never_drawn(vocabulary, temperature):
     logits = random_logits(1, vocabulary, spread=5)
     logits[0, ::2] = -torch.inf
     logits[0, :5] = -torch.inf
-    logits[0, BLOCK : BLOCK + 90] = -torch.inf
+    logits[0, VOCABULARY_BLOCK : VOCABULARY_BLOCK + 90] = -torch.inf
     logits[0, -30:] = -torch.inf
     edges = [0.0, 2**-53, 1e-12, 1 - 1e-12, LAST]
     tokens, logprobs = draw(
@@ -147,7 +148,7 @@ def test_the_kernel_draws_what_torch_draws(vocabulary, monkeypatch):
     logits[::3, 1::5] = -torch.inf
     uniforms = torch.tensor([uniform(5, row) for row in range(60)], dtype=torch.float64)
     tokens, logprobs = draw_tokens(logits, temperatures, uniforms)
-    monkeypatch.setattr(draw_module, "numba_works", lambda: False)
+    monkeypatch.setattr(compiled, "numba_works", lambda: False)
     wanted, wanted_logprobs = draw_tokens(logits, temperatures, uniforms)
     assert torch.equal(tokens, wanted)
     torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-6, rtol=1e-6)

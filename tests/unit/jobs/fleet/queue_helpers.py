@@ -70,7 +70,8 @@ def claim_some(database: Database, limit: int = 100, owner: str = "me") -> list[
     """As a dispatcher does: what begins, and then what cannot."""
     found = database.run(lambda s: claim.claim(s, owner=owner, lease_seconds=30.0, limit=limit))
     if (unplaced := found.unplaced) is not None:
-        database.run(lambda s: claim.mark(s, unplaced, owner))
+        reasons = database.read(lambda s: claim.explain(s, unplaced))
+        database.run(lambda s: claim.mark(s, unplaced, reasons, owner))
     return list(found.claimed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.findings import Report
 from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
+from groupwise.tasks.contract import load_task
 from groupwise.training.checks.foreign_config import ALIASES
 from groupwise.training.checks.foreign_names import SCHEDULES
 from groupwise.training.checks.init_from import init_from
@@ -204,7 +206,7 @@ def test_the_flags_of_a_command() -> None:
 
 
 @pytest.mark.parametrize(("reward", "ours"), [
-    ("check_answer", "a.py:check_answer"), ("accuracy", "a.py:accuracy"), ("math_answer", "a.py:math_answer"),
+    ("check_answer", "a-groupwise.py:check_answer"), ("accuracy", "a-groupwise.py:accuracy"), ("math_answer", "a-groupwise.py:math_answer"),
     ("format_reward", "utils:format_reward"), ("cosine", "math_answer"), ("trl_rewards.accuracy_reward", "math_answer"),
     ("get_cosine_scaled_reward(max_len=9)", None), ("partial(accuracy, n=1)", None), ("self.accuracy_reward", None),
 ])  # fmt: skip
@@ -259,7 +261,10 @@ def get_rows(split="train"):
     rows = rows.filter(lambda row: row["level"] < 3)
     return rows.map(lambda x: {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": x["q"]}],
                                "answer": number(x["a"])}, remove_columns=["a"])
+CALLS = 0
 def right(completions, answer, **kwargs):
+    global CALLS
+    CALLS = CALLS + 1
     return [float(number(c) == a) for c, a in zip(completions, answer)]
 rows = get_rows()
 trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), rows, peft_config=LoraConfig(r=4))
@@ -302,7 +307,8 @@ def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
     before: str, after: str
 ) -> None:
     """The first stays as it is, for the comparison."""
-    text = MAPPED.replace(before, after).replace("trainer.train()", "")
+    text = re.sub(r"(?m)^trainer.*\n", "", MAPPED.replace(before, after))
+    text += "if __name__ == '__main__': GRPOTrainer('tiny', right, GRPOConfig(beta=0.1), rows)"
     config, report = made("a.py", text)
     is_copied = before == "level"
     assert ("preprocessing_pipeline" in config["data"]) == is_copied
@@ -311,6 +317,49 @@ def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
     assert config["rewards"]["reward_funcs"] == [
         "a-groupwise.py:right" if is_copied else "a.py:right"
     ]
+
+
+MADE = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+MARK = "="
+def right(completions, answer, **kwargs): return [float(c.endswith(MARK)) for c in completions]
+def main(seed=0):
+    mark = '''
+  +'''
+    def chat(row):
+        # of one row
+        return {"prompt": row["q"] + mark}
+    rows = Dataset.from_list([{"q": str(n), "answer": n} for n in range(10)])
+    split = rows.map(chat).train_test_split(test_size=2, seed=1)
+    trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), split["train"], eval_dataset=split["test"])
+    trainer.train()
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
+    values, report = made("a.py", MADE)
+    assert told(report) == set()
+    assert "data" not in values
+    assert "--task-module a-groupwise.py" in report.details["next"][0]
+    task = load_task("a-groupwise.py")
+    config = load_config("a-groupwise.yaml").config
+    train, held_out = task.rl_examples(config), task.eval_examples(config)
+    assert (len(train), len(held_out)) == (8, 2)
+    assert {str(example.prompt) for example in [*train, *held_out]} == {
+        f"{n}\n  +" for n in range(10)
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
+])  # fmt: skip
+def test_rows_that_need_more_than_the_file_are_told(before: str, after: str) -> None:
+    _, report = made("a.py", MADE.replace(before, after))
+    assert told(report) == {"train_dataset", "eval_dataset"}
+    assert "--task-module TASK.py" in report.details["next"][0]
 
 
 def test_held_out_rows_and_the_system_prompt_of_a_python_file() -> None:
@@ -323,6 +372,11 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
     config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
     assert config["data"] == {"dataset_name": "a/b"}
     assert told(report) == {"eval_dataset", "system_prompt"}
+
+
+def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
+    config, _ = small("max_seq_length: 300")
+    assert config["sampler"]["max_completion_length"] == 150
 
 
 def test_texts_that_end_a_completion() -> None:

@@ -106,13 +106,16 @@ def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
 
 def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
     raised = judged(in_workers, "raises_at_two", limit=4)
-    assert [row.draw for row in list(raised.rows())[::4]] == [2, 3, 4, 5], "the last groups"
+    assert [row.group for row in list(raised.rows())[::4]] == [3, 4, 5, 6], "the last groups"
     lost = [row for row in raised.rows() if row.new is None]
-    assert {(row.draw, row.new_outcome) for row in lost} == {(2, "failed")}
+    assert {(row.group, row.new_outcome) for row in lost} == {(3, "failed")}
     assert "two is too much" in (lost[0].reason or "")
     assert raised.steps[2].failed == 4
     hung = judged(in_workers, "hangs_at_one", step=1)
-    assert {(row.draw, row.new_outcome) for row in hung.rows()} == {(0, "scored"), (1, "timed_out")}
+    assert {(row.group, row.new_outcome) for row in hung.rows()} == {
+        (1, "scored"),
+        (2, "timed_out"),
+    }
     assert hung.overall.scored == 4
 
 

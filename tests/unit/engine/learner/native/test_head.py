@@ -13,6 +13,7 @@ from groupwise.engine.learner.native import head
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_model
 from tests.unit.engine.learner.plain_head import plain_numbers
@@ -81,7 +82,7 @@ def test_values_and_gradients(monkeypatch, model, several, entropy_gradient, wit
         monkeypatch.setattr(shared, "_kernels_for", lambda _: kernels)
     elif rows != "numba":
         monkeypatch.setattr(shared, "ROWS_IN_CACHE", rows)
-        monkeypatch.setattr(shared, "numba_works", lambda: False)
+        monkeypatch.setattr(compiled, "numba_works", lambda: False)
     wanted = asked(
         entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True, several=several
     )

@@ -2,13 +2,15 @@
 
 1. What was compiled once is loaded afterwards, if it was made of the same sources; what was made of others is deleted.
 2. All code that kernels are made of counts.
-3. What others keep at the same time, or a crash has damaged, is never loaded for something else.
+3. What others keep at the same time, or a crash has damaged, is never loaded for something else. Processes that need a kernel at the
+   same time compile it once.
 4. A disk that refuses costs one warning and no result.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import re
 import shutil
 from collections.abc import Callable
@@ -134,6 +136,45 @@ def test_two_that_begin_at_once_do_not_take_each_others_code(folder, monkeypatch
     assert is_loaded(INTEGERS)
     assert is_loaded(FLOATS)
     assert len(kept_files(folder)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_of_two_processes_that_need_a_kernel_one_compiles_it(folder, monkeypatch):
+    """The processes meet when both have found none."""
+    processes = multiprocessing.get_context("fork")
+    both, compiled = processes.Barrier(2, timeout=60), processes.SimpleQueue()
+    monkeypatch.setattr(kernel_cache, "_tell_of_compiling", lambda folder: both.wait())
+
+    def begin() -> None:
+        begun, found = new(), INTEGERS.copy()
+        begun(found)
+        compiled.put((len(begun.stats.cache_misses), found.tolist()))
+
+    begun = [processes.Process(target=begin) for _ in range(2)]
+    for process in begun:
+        process.start()
+    assert sorted(compiled.get() for _ in begun) == [(n, [0, 2, 4, 6, 8]) for n in (0, 1)]
+    for process in begun:
+        process.join()
+    (path,) = kept_files(folder)
+    assert path.suffix == ".nbc", "no lock is left"
+
+
+def test_what_was_saved_first_stays_although_another_process_did_not_wait(folder, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.0)
+    saved: list[bytes] = []
+    dumps = kernel_cache.dumps
+
+    def dumped(value: Any) -> bytes:
+        if not saved:  # while the first one saves, and holds the lock
+            saved.append(b"")
+            assert not is_loaded(INTEGERS)
+            saved[:] = [path.read_bytes() for path in kept_files(folder) if path.suffix == ".nbc"]
+        return dumps(value) + b"other bits"
+
+    monkeypatch.setattr(kernel_cache, "dumps", dumped)
+    assert not is_loaded(INTEGERS)
+    assert [path.read_bytes() for path in kept_files(folder)] == saved
 
 
 @pytest.mark.parametrize(

@@ -324,11 +324,12 @@ def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Datab
     submit(database, "large", gpus=2)
     found = database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=10))
     assert [each.job_id for each in found.claimed] == ["first"]
+    unplaced = found.unplaced
+    assert unplaced is not None
+    reasons = database.read(lambda s: claim.explain(s, unplaced))
     for job_id in ("then", "large"):
         database.run(lambda s, job_id=job_id: jobs.cancel(s, Actor("user:test"), job_id))
-    assert found.unplaced is not None
-    unplaced = found.unplaced
-    database.run(lambda s: claim.mark(s, unplaced, "me"))
+    database.run(lambda s: claim.mark(s, unplaced, reasons, "me"))
     found_of = [statuses(database)[name] for name in ("first", "then", "later", "large")]
     assert found_of == ["running", "cancelled", "pending", "cancelled"]
 

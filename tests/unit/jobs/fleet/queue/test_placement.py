@@ -97,8 +97,8 @@ def test_labels_cpus_ram_and_disk() -> None:
     for asked, why in (
         ({"gpu_model": "H100"}, "not H100"),
         ({"gpu_memory_mb": 81_000}, "80000 MB"),
-        ({"labels": {"rack": "4"}}, "label rack is '3', not '4'"),
-        ({"labels": {"zone": "x"}}, "label zone is not set"),
+        ({"labels": {"rack": "4"}}, "label rack=4 is wanted, and there it is '3'"),
+        ({"labels": {"zone": "x"}}, "label zone=x is wanted, and it is not set"),
         ({"cpus": 9}, "8 CPUs, 9 wanted"),
         ({"ram_mb": 1001}, "1000 MB of RAM, 1001 wanted"),
         ({"disk_mb": 51}, "50 MB free on its disk, 51 wanted"),
