@@ -3,7 +3,7 @@
 The page stands in docs/notebooks; it is made anew when a notebook or what it shows changes. It needs nothing from elsewhere: what is shown
 is HTML and pictures, so the scripts that nbconvert would load (widgets, formulas, diagrams) have nothing to do.
 
-Of the quickstart, what stands below its cells is drawn by Chromium for the docs as well (docs/images/notebook-….png).
+Of the quickstart, what stands below the cell that trains is drawn by Chromium for the docs as well (docs/images/notebook-training.png).
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ TEMPLATE = """\
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 """
 """nbconvert's own, without the blocks that load scripts."""
-PICTURES = {
-    "session = prepare_session(config)": ("notebook-session", (720, 190)),
-    "trainer_state = train_grpo(": ("notebook-training", (1180, 700)),
-    "path = export_checkpoint(": ("notebook-export", (1180, 330)),
-}
-"""The cells of the quickstart whose output is drawn, with the picture's name and its size in pixels."""
+TRAINING = "trainer_state = train_grpo("
+"""In the cell of the quickstart whose output is drawn."""
 
 
 def main() -> None:
@@ -48,8 +44,8 @@ def main() -> None:
     target.write_text(made)
     print(f"{target.relative_to(ROOT)}: {len(made) / 1000:.0f} kB")
     if name == "quickstart":
-        for cell, (picture, size) in PICTURES.items():
-            draw(output_of(made, cell), ROOT / "docs" / "images" / f"{picture}.png", size)
+        picture = ROOT / "docs" / "images" / "notebook-training.png"
+        draw(output_of(made, TRAINING), picture, (1180, 700))
 
 
 def page(notebook: Any, name: str) -> str:

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from playwright.sync_api import Page, ViewportSize, sync_playwright
+from playwright.sync_api import FloatRect, Page, ViewportSize, sync_playwright
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUICKSTART = IMAGES.parents[1] / "configs" / "quickstart.yaml"
@@ -63,7 +63,8 @@ class Album:
         page.wait_for_timeout(800)  # plots are drawn as they come into sight
         size = page.viewport_size or DESK
         end = page.locator("main").evaluate("main => main.getBoundingClientRect().bottom")
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], end)}
+        height = min(size["height"], end)
+        clip: FloatRect = {"x": 0, "y": 0, "width": size["width"], "height": height}
         page.screenshot(path=IMAGES / f"dashboard-{name}.png", clip=clip)
         print(f"docs/images/dashboard-{name}.png  {path}")
 

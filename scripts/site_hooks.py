@@ -22,10 +22,16 @@ AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
 TABLE = re.compile(r"^\| name \| is \|\n(?:\|.*\n?)+", re.MULTILINE)
 NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+STYLE = """
+.md-typeset .language-console code { white-space: pre-wrap; }
+@media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
+"""
+"""A command is read whole, without scrolling sideways; wide screens have wider pages."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = navigation(Path(config.docs_dir))
+    config.extra_css.append("site.css")
     return config
 
 
@@ -57,6 +63,7 @@ def folder(index: Path) -> list[Any]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in AT_THE_TOP:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "site.css", content=STYLE))
     return files
 
 

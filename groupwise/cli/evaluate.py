@@ -96,7 +96,10 @@ def evaluate(
     samples_per_prompt: Annotated[
         int | None, option("NUM", "Completions per prompt.", min=1)
     ] = None,
-    output: Annotated[Path | None, option("FILE", "File for the results of each row.")] = None,
+    output: Annotated[
+        Path | None,
+        option("FILE", "File for the results, with every answer; default: in results/ of the run."),
+    ] = None,
     suite: Annotated[
         list[str] | None,
         option(

@@ -135,7 +135,11 @@ command(app, "fetch-model")(fetch_model)
 command(app, "fetch-tunix")(fetch_tunix)
 for name, module, summary in (
     ("environments", "environments", "Environments of other libraries: install, list, remove."),
-    ("runs", "runs.app", "Runs: list, show, plot, compare, rescore, replay, export."),
+    (
+        "runs",
+        "runs.app",
+        "Runs: list, show, rollouts, plot, compare, rescore, replay, export, push, import.",
+    ),
     ("fleet", "fleet.app", "Jobs on many machines: up, submit, list, logs, vm."),
     (
         "launch",

@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 def local(job: LaunchOptions) -> None:
     """Run a job on this machine, as a process that needs no terminal.
 
-        groupwise launch local --detach -- rl --config C.yaml --task-module task.py
+        groupwise launch local --detach -- rl -c C.yaml -t task.py
 
     It runs in a copy of the project, with the packages that this command runs with, and the variables of --env and --env-file.
     """
@@ -65,7 +65,7 @@ def ssh(
 
     The machine needs Python 3.11 and nothing else.
 
-    groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
+        groupwise launch ssh --host gpu1 --gpus 1 -- rl -c C.yaml -t task.py
     """
     if gang.machines not in (None, len(host)):
         raise UsageError(

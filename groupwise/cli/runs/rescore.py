@@ -130,7 +130,7 @@ def replay(
 ) -> None:
     """Compute a step again from its recorded rollouts, and see whether loss, gradient and weights are those of the record.
 
-    Begins at the newest checkpoint before it. Exit code 1 if they are not.
+    It begins at the newest checkpoint before that step. Exit code 1 if something differs.
     """
     from groupwise.training.review.replay import replay as run_again
 

@@ -138,7 +138,7 @@ class TestRollouts:
             "rollout 1 · reward 0.750 · advantage +0.250 · 3 tokens\n",
             "order 0.75   style –   turns (turn 1) 0.5",
             "rollout 2 · reward 1.000 · advantage +0.500 · 3 tokens, cut off",
-            "rollout 3 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1",
+            "rollout 3 · TIMED OUT: took longer␛ than 30 s · attempt 1",
             "     ␛]0;owned␇ [bold]no markup[/bold]\n     second line",
         ):
             assert part in shown

@@ -79,9 +79,10 @@ def test_a_rescoring_reads_as_a_table(runs: Path) -> None:
     lines = shown.splitlines()
     assert lines[0] == "a by backwards"
     assert lines[3].split() == ["1", "2", "0.250", "-45.500", "-1.000", "0.000", "2"]
-    assert "1     0     0       2 → 1  0 → -45" in shown
+    assert "1     1      1        2 → 1  0 → -45" in shown
+    assert f"  groupwise runs rollouts a --step 1 --dir {runs}" in lines
     assert all(letter == "\n" or letter.isprintable() for letter in shown)
-    files = [Path(line.split()[-1]) for line in lines[-2:]]
+    files = [Path(line.split()[-1]) for line in lines if line.startswith(("results ", "rollouts "))]
     assert [(path.suffix, path.is_file()) for path in files] == [(".json", True), (".jsonl", True)]
     with pytest.raises(UsageError, match="--task-module or"):
         call(runs, "rescore", "a")
