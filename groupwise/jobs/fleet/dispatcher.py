@@ -304,8 +304,10 @@ class GlobalJobDispatcher:
             total += len(result.claimed)
             has_woken, unplaced = False, result.unplaced
             if unplaced is not None:  # marked after claiming: starting jobs must not wait for it
-                reasons = await self._gateway.look(partial(claim.explain, unplaced=unplaced))
-                marking = partial(claim.mark, unplaced=unplaced, reasons=reasons, owner=self.owner)
+                explained = await self._gateway.look(partial(claim.explain, unplaced=unplaced))
+                marking = partial(
+                    claim.mark, unplaced=unplaced, explained=explained, owner=self.owner
+                )
                 has_woken = await self._gateway.commit("job.mark", marking)
             if not (result.has_more or (result.claimed and has_woken)):
                 return total

@@ -239,6 +239,27 @@ def test_released_between_the_mark_and_its_commit(
     assert statuses(database)["w"] == "queued"
 
 
+def test_a_release_does_not_wait_while_another_one_reads_all_machines(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where a job on several machines has waited for ten minutes. In a large fleet that takes a second."""
+    for n in range(2):
+        add_machine(database, f"vm-{n}", 1)
+        submit(database, f"r{n}", gpus=1)
+    submit(database, "gang", gpus=1, machines=2)
+    assert claimed_ids(database) == ["r0", "r1"]
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'gang'")
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == []
+    step = stops_in(monkeypatch, requeue_pending, "machines_for_gangs", after=True)
+    releasing = in_background(lambda: finish(second, "r0"))
+    assert step.reached.wait(TIMEOUT_S)
+    assert finish(database, "r1") == 0, "the GPU is kept for the gang"
+    step.go_on.set()
+    releasing.join(TIMEOUT_S)
+    assert claimed_ids(database) == ["gang"]
+
+
 def waits(database: Database, lock: str) -> bool:
     """Somebody, for such a lock."""
     query = text("SELECT count(*) FROM pg_locks WHERE locktype = :lock AND NOT granted")

@@ -109,6 +109,8 @@ class View:
     read: MachinesRead = MachinesRead.ALL
     session: Session | None = None
     """Reads the other machines; needed unless `read` is ALL."""
+    known: Mapping[str, Machine] | None = None
+    """All machines as they were shortly before. Capacity of full ones is withheld by this, so that they are not read under a lock."""
 
     def look(
         self,
@@ -247,16 +249,25 @@ class View:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other_key != key for other_key, _ in self.held):
             held_before = self.held_before(key)
-            if resources.machines > 1:  # it may take full machines in addition to those with room
-                self._read_up_to(MachinesRead.ALL)
-            elif not resources.gpu_count:
-                self._read_up_to(MachinesRead.FREE_SLOTS)
+            if resources.machines > 1 and resources.gpu_count and self.known is not None:
+                full = {name: m for name, m in self.known.items() if not _has_free_gpu(m)}
+                candidates: Mapping[str, Machine] = full | self.machines
+            else:
+                if resources.machines > 1:  # it may take full machines beside those with room
+                    self._read_up_to(MachinesRead.ALL)
+                elif not resources.gpu_count:
+                    self._read_up_to(MachinesRead.FREE_SLOTS)
+                candidates = self.machines
             # For a single machine, least is missing on those with room; what is withheld on full ones could not be placed now anyway.
-            open_machines = self._machines_open_to(resources, project, self.machines.values())
+            open_machines = self._machines_open_to(resources, project, candidates.values())
             withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
             if withheld.gpus or withheld.slots:
                 self.held.append((key, withheld))
                 self.held.sort(key=lambda entry: entry[0])
+
+
+def _has_free_gpu(machine: Machine) -> bool:
+    return any(gpu.trouble is None and not gpu.whole for gpu in machine.gpus)
 
 
 def _gpu_total(resources: Resources) -> int:
@@ -281,8 +292,20 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
     return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
 
 
-def view_of_room(session: Session, projects: Collection[str]) -> View:
-    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little."""
+def machines_for_gangs(session: Session) -> dict[str, Machine] | None:
+    """All machines, if a job on several of them has waited long, so that capacity is withheld for it. Call it before a lock is taken:
+    in a large fleet this takes a second."""
+    now = seconds(session)
+    jobs = _long_waiting_jobs(session, now)
+    has_gang = any(resources.machines > 1 for _, resources, _ in jobs)
+    return machines(session, now) if has_gang else None
+
+
+def view_of_room(
+    session: Session, projects: Collection[str], known: Mapping[str, Machine] | None = None
+) -> View:
+    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known`: see
+    `View.known`."""
     now = seconds(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
@@ -294,6 +317,7 @@ def view_of_room(session: Session, projects: Collection[str]) -> View:
         quotas=quotas(session, counted_projects),
         read=MachinesRead.ALL if names is None else MachinesRead.FREE_GPUS,
         session=session,
+        known=known,
     )
 
 

@@ -43,7 +43,14 @@ from groupwise.core.errors import UsageError
 from groupwise.core.loopback import is_loopback
 from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.capacity import Quota, View
-from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS, Avoid, Blocked, Placement, Seat
+from groupwise.jobs.fleet.queue.placement import (
+    LONG_WAIT_SECONDS,
+    Avoid,
+    Blocked,
+    Machine,
+    Placement,
+    Seat,
+)
 from groupwise.jobs.fleet.queue.request import Columns
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
 from groupwise.jobs.fleet.queue.resources import Resources
@@ -114,6 +121,14 @@ class Unplaced:
     """The queue held no other job that may start."""
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Why jobs cannot start, by job id, and all machines as they were then."""
+
+    reasons: Mapping[str, Blocked] = field(default_factory=dict[str, Blocked])
+    machines: Mapping[str, Machine] | None = None
+
+
 def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
     """Make attempts for up to `limit` queued jobs, leased to `owner`."""
     now = seconds(session)
@@ -140,11 +155,11 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
-def explain(session: Session, unplaced: Unplaced) -> dict[str, Blocked]:
-    """Why the blocked jobs cannot start, by job id, without those that can start now; only of as many as one `mark` makes pending. For a
-    transaction that only reads."""
+def explain(session: Session, unplaced: Unplaced) -> Explained:
+    """Why the blocked jobs cannot start, but for those that can start now; only of as many as one `mark` makes pending. For a transaction
+    that only reads."""
     if not unplaced.blocked:
-        return {}
+        return Explained()
     view = capacity.view(session, {job.project for job in unplaced.blocked})
     reasons: dict[str, Blocked] = {}
     remaining = MOST_MARKED
@@ -156,10 +171,10 @@ def explain(session: Session, unplaced: Unplaced) -> dict[str, Blocked]:
             remaining -= session.scalar(select(func.count()).select_from(alike)) or 0
             if not remaining:
                 break
-    return reasons
+    return Explained(reasons, view.machines)
 
 
-def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], owner: str) -> bool:
+def mark(session: Session, unplaced: Unplaced, explained: Explained, owner: str) -> bool:
     """Make jobs pending that still cannot start, for the reasons that `explain` found. Takes the marking lock, which releases of capacity
     take too, so none is missed.
 
@@ -171,7 +186,8 @@ def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], o
         _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
-        view = capacity.view_of_room(session, {job.project for job in unplaced.blocked})
+        projects = {job.project for job in unplaced.blocked}
+        view = capacity.view_of_room(session, projects, explained.machines)
         remaining = MOST_MARKED
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in unplaced.blocked})
         for job in unplaced.blocked:
@@ -179,7 +195,7 @@ def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], o
                 break
             if job.job_id in unmet:
                 continue  # the job that it follows was retried meanwhile
-            blocked = reasons.get(job.job_id)
+            blocked = explained.reasons.get(job.job_id)
             if blocked and view.room_for(job.resources, job.project, job.key) is None:
                 remaining -= _mark_shape_pending(session, job, blocked, view, actor, remaining)
     return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))

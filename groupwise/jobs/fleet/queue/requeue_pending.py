@@ -6,7 +6,9 @@ puts the best-ranked jobs back into the queue, as many as there is room for.
 
 Marking and waking must not overtake each other. Suppose a claim sees a GPU taken; the GPU is released and the pending jobs are checked;
 then the claim marks its job as pending: the job would wait although a GPU is free. So both take one lock until they commit
-(`lock_marking` shared, `wake` exclusive) and read the fleet after they have it. SQLite has only one writer at a time anyway.
+(`lock_marking` shared, `wake` exclusive) and read the machines with room after they have it. Full machines are needed for the reasons why
+a job waits, and to withhold capacity for a gang. They are read before, because that takes a second in a large fleet. SQLite has only one
+writer at a time anyway.
 
 A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere). `claim` therefore calls
 `wake_unnoticed` whenever it finds the queue empty.
@@ -22,7 +24,13 @@ from dataclasses import replace
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.queue.capacity import View, machines, quotas, view_of_room
+from groupwise.jobs.fleet.queue.capacity import (
+    View,
+    machines,
+    machines_for_gangs,
+    quotas,
+    view_of_room,
+)
 from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS
 from groupwise.jobs.fleet.queue.resource_shapes import (
     PENDING,
@@ -68,6 +76,7 @@ def wake(
         postponed.append((vm_ids, actor))
         return 0
     session.flush()
+    known = machines_for_gangs(session)  # before the lock, for which other releases wait
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     woken_count = _wake_dependents(session, actor)
@@ -86,7 +95,7 @@ def wake(
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
         view_of_machines = View(now, machines(session, now, vm_ids))
     else:
-        view_of_machines = view_of_room(session, projects)
+        view_of_machines = view_of_room(session, projects, known)
     return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
 
 

@@ -181,17 +181,18 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
         assert set(capacity.view_of_room(session, []).machines) == {"gpus", "mixed"}
         for order in combinations(wanted, 2):
             whole, part = capacity.view(session, []), capacity.view_of_room(session, [])
+            known = capacity.view_of_room(session, [], whole.machines)
             for number, resources in enumerate(order):
                 key = (float(number), "job")
                 placement = part.room_for(resources, "default", key)
                 assert placement == whole.room_for(resources, "default", key), order
-                assert part.is_full() == whole.is_full()
-                if placement is not None:
-                    whole.take(placement, resources, "default")
-                    part.take(placement, resources, "default")
-                elif number == 0:
-                    whole.withhold_for(resources, "default", key)
-                    part.withhold_for(resources, "default", key)
+                assert placement == known.room_for(resources, "default", key), order
+                assert part.is_full() == whole.is_full() == known.is_full()
+                for view in (whole, part, known):
+                    if placement is not None:
+                        view.take(placement, resources, "default")
+                    elif number == 0:
+                        view.withhold_for(resources, "default", key)
 
     database.read(compare)
 
