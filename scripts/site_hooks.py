@@ -20,12 +20,13 @@ import groupwise
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
+TABLE = re.compile(r"^\| name \| is \|\n(?:\|.*\n?)+", re.MULTILINE)
+NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 STYLE = """
 .md-typeset .language-console code { white-space: pre-wrap; }
 @media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
 """
 """A command is read whole, without scrolling sideways; wide screens have wider pages."""
-NAMES = re.compile(r"^`\w+`(?:,\s`\w+`)*$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -77,13 +78,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def described(markdown: str) -> str:
-    """Each line of names, as directives of mkdocstrings. PluginError if these are not all public names."""
-    lines = NAMES.findall(markdown)
-    names = re.findall(r"`(\w+)`", " ".join(lines))
-    if different := {*names} ^ ({*groupwise.__all__} - {"__version__"}):
+    """Each table of names, as directives of mkdocstrings. PluginError if these are not all public names."""
+    if different := {*NAME.findall(markdown)} ^ ({*groupwise.__all__} - {"__version__"}):
         raise PluginError(f"docs/python.md lists other names than groupwise.__all__: {different}")
-    for line in lines:
-        modules = {name: getattr(groupwise, name).__module__ for name in re.findall(r"\w+", line)}
-        directives = "\n\n".join(f"::: {module}.{name}" for name, module in modules.items())
-        markdown = markdown.replace(line, directives)
-    return markdown
+
+    def directives(table: re.Match[str]) -> str:
+        names = NAME.findall(table[0])
+        places = (f"{getattr(groupwise, name).__module__}.{name}" for name in names)
+        return "\n\n".join(f"::: {place}" for place in places) + "\n"
+
+    return TABLE.sub(directives, markdown)

@@ -1,12 +1,14 @@
-"""Tokenizers for tests of chat templates: one token for each character and each marker of the templates, no hub."""
+"""Tokenizers for tests, no hub: with a token for each character and marker of chat templates; and of bytes, as published models have."""
 
 from __future__ import annotations
 
+import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).with_name("fixtures") / "chat_templates"
@@ -36,3 +38,36 @@ def chat_tokenizer(family: str) -> Any:
     )
     tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text().rstrip("\n")
     return tokenizer
+
+
+def byte_level_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Any:
+    """A vocabulary of bytes and these merges, with special tokens and one of another kind."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    plain = Tokenizer(
+        models.BPE({text: n for n, text in enumerate(words)}, [*merges], continuing_subword_prefix="", end_of_word_suffix="")
+    )  # fmt: skip
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>", "<extra>"])
+    plain.add_tokens([AddedToken("<think>", normalized=False)])
+    return plain
+
+
+def write_qwen_tokenizer(folder: Path, template: str) -> None:
+    """Files as the hub has them of Qwen2.5 and Qwen3: with keys that transformers does not write any more."""
+    plain = byte_level_tokenizer([("a", "b"), ("Ġ", "a"), ("1", "2")])
+    plain.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    tokens = {
+        str(number): {name: getattr(token, name) for name in names}
+        for number, token in plain.get_added_tokens_decoder().items()
+    }
+    config = {
+        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": tokens,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<extra>"], "bos_token": None,
+        "chat_template": template, "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>",
+        "errors": "replace", "model_max_length": 131072, "pad_token": "<unk>",
+        "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
+    }  # fmt: skip
+    plain.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

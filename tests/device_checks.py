@@ -36,7 +36,7 @@ from groupwise.core.types import (
     SamplingParams,
 )
 from groupwise.engine.learner.gradient_flow import trained_slopes
-from groupwise.engine.learner.native.attention import attention_of
+from groupwise.engine.learner.native.attention import rotated_attention
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.layout import Texts, cut
 from groupwise.engine.learner.torch_learner import TorchLearner
@@ -607,13 +607,11 @@ def attention_is_that_of_a_processor(
     values, d_out = values.to(dtype), d_out.to(case.device, dtype)
     found = torch.full_like(d_out, torch.nan)
     gradient = queries.new_full((tokens, heads + 2 * shape.kv_heads, size), torch.nan)
-    sets = attention_of(shape, texts, dtype, case.device)
-    scale = sets[0].query_scale
+    sets = rotated_attention(shape, texts, dtype, case.device)
     for each in sets:
-        each.forward(queries * scale, keys, values, found)
+        each.forward(queries, keys, values, found)
     for each in sets:
-        each.backward(d_out, queries * scale, keys, values, gradient)
-    gradient[:, :heads] *= scale
+        each.backward(d_out, queries, keys, values, gradient)
     close = 1e-4 if dtype == torch.float32 else 0.02
     for mine, expected in ((found, wanted), (gradient, wanted_gradient)):
         difference = (mine.float().cpu() - expected).abs().mean()

@@ -24,7 +24,8 @@ class Clipped(GroupRelative):
         default=0.2,
         metadata={
             "description": "The ratio is clipped below at 1 - epsilon, PPO's usual value; "
-            "1 or more: no clip below. Default 3e-4 for gspo, whose ratios are means; in gmpo the bound is exp(-epsilon), with 0.4.",
+            "1 or more: no clip below. Default 3e-4 for gspo and 2e-3 for luspo, "
+            "whose ratios are means; in gmpo the bound is exp(-epsilon), with 0.4.",
             "gt": 0.0,
         },
     )
@@ -33,7 +34,7 @@ class Clipped(GroupRelative):
         metadata={
             "description": "The ratio is clipped above at 1 + epsilon_high; null: the same as "
             "epsilon. A larger value lets unlikely tokens grow faster. Default 0.28 for dapo, 4e-4 "
-            "for gspo, and 4 for cispo, where it caps a weight.",
+            "for gspo, 2.5e-3 for luspo, and 4 for cispo, where it caps a weight.",
             "gt": 0.0,
         },
     )

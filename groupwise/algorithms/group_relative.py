@@ -108,8 +108,8 @@ class GroupRelative(NeedsNothing, ABC):
         metadata={
             "description": "Correct for differences between sampler and learner by a weight for each "
             "token or rollout, truncated or masked above the cap. Costs another forward pass where a step makes several updates. none: "
-            "the clipped ratio itself is taken against the sampler. Default token_truncate for gspo "
-            "and rloo, whose ratios of whole rollouts add up the differences.",
+            "the clipped ratio itself is taken against the sampler. Default token_truncate for gspo, "
+            "luspo and rloo, whose ratios of whole rollouts add up the differences.",
         },
     )
     importance_sampling_cap: float = field(

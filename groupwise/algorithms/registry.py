@@ -21,6 +21,7 @@ from groupwise.algorithms.group_relative import GroupRelative
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.kl_cov import KlCov
+from groupwise.algorithms.luspo import Luspo
 from groupwise.algorithms.max_rl import MaxRl
 from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
@@ -28,11 +29,12 @@ from groupwise.algorithms.reinforce_pp import ReinforcePp
 from groupwise.algorithms.rloo import Rloo
 from groupwise.algorithms.sapo import Sapo
 from groupwise.algorithms.sft import Sft
+from groupwise.algorithms.vespo import Vespo
 from groupwise.core.types import LossSpec
 
 _KINDS: tuple[type[GroupRelative], ...] = (
     Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp, MaxRl, Gmpo, Sapo, Gdpo, PassAtK, Gigpo, ClipCov,
-    KlCov, Distillation,
+    KlCov, Luspo, Vespo, Distillation,
 )  # fmt: skip
 
 ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS}

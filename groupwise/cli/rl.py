@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from groupwise.cli.options import AsJson, flag, option
+from groupwise.cli.output import collect_seldom
 
 RESUME_VARIABLE = "RESUME_FROM"
 """The environment variable by which a fleet passes the checkpoint from which an attempt resumes."""
@@ -106,30 +108,7 @@ def rl(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
-    with _processes_begun(overrides, dry_run=dry_run):
-        from groupwise.training.loops.rl_start import rl as train
-
-        result = train(
-            config_of(config, overrides),
-            task_module,
-            overrides=tuple(overrides or ()),
-            dry_run=dry_run,
-            **start.keywords(),
-        )
-    write_outcome(result.summary, as_json=dry_run or as_json)
-    raise typer.Exit(result.exit_code)
-
-
-def _processes_begun(overrides: list[str] | None, *, dry_run: bool) -> AbstractContextManager[None]:
-    """Start the processes of a run before its config is read, and end them if they were not needed; a dry run has none."""
-    if dry_run:
-        from groupwise.cli.output import collect_seldom
-
-        collect_seldom()
-        return nullcontext()
-    from groupwise.engine.distributed.prefork import early_zygote
-
-    return early_zygote(overrides or ())
+    _train("rl", config, task_module, overrides, start, dry_run=dry_run, as_json=as_json)
 
 
 def write_outcome(
@@ -168,10 +147,32 @@ def sft(
     as_json: AsJson = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
-    with _processes_begun(overrides, dry_run=dry_run):
-        from groupwise.cli.printing import commands_after_sft
-        from groupwise.training.loops.sft_start import sft as train
+    _train("sft", config, task_module, overrides, start, dry_run=dry_run, as_json=as_json)
 
+
+def _train(
+    kind: Literal["rl", "sft"],
+    config: Path | None,
+    task_module: str | None,
+    overrides: list[str] | None,
+    start: StartOptions,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> NoReturn:
+    """Run the training and write its outcome. Its processes start before the config is read; a dry run has none. Raises Exit."""
+    processes: AbstractContextManager[None] = nullcontext()
+    if dry_run:
+        collect_seldom()
+    else:
+        from groupwise.engine.distributed.prefork import early_zygote
+
+        processes = early_zygote(overrides or ())
+    with processes:  # ends them if the config needs none
+        if kind == "rl":
+            from groupwise.training.loops.rl_start import rl as train
+        else:
+            from groupwise.training.loops.sft_start import sft as train
         result = train(
             config_of(config, overrides),
             task_module,
@@ -179,9 +180,9 @@ def sft(
             dry_run=dry_run,
             **start.keywords(),
         )
-    write_outcome(
-        result.summary,
-        as_json=dry_run or as_json,
-        commands_after=lambda folder: commands_after_sft(folder, task_module),
-    )
+    from groupwise.cli.printing import commands_after_run, commands_after_sft
+
+    after_sft = partial(commands_after_sft, task=task_module)
+    commands_after = commands_after_run if kind == "rl" else after_sft
+    write_outcome(result.summary, as_json=dry_run or as_json, commands_after=commands_after)
     raise typer.Exit(result.exit_code)

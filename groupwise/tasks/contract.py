@@ -134,6 +134,8 @@ class Task:
         self.shares: dict[str, tuple[Share, ...]] = {}
         """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
+        self._made: dict[str, tuple[Any, Any]] = {}
+        """Configs and results of `_call_once`, by hook."""
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
         """The same task with this function as a hook, replacing the task's own if it has one."""
@@ -216,7 +218,7 @@ class Task:
 
     def program(self, config: Any) -> Program:
         """The program of an environment that plays by itself."""
-        program = self._call_hook("get_program", config=config)
+        program = self._call_once("get_program", config)
         if not isinstance(program, Program):
             raise TaskError(
                 f"{self.described}: get_program returned {type(program).__name__}. Expected a groupwise.tasks.external.protocol.Program."
@@ -224,9 +226,9 @@ class Task:
         return program
 
     def environment(self, config: Any) -> EnvironmentFactory:
-        """The factory of environments, one for each rollout; the hook is called once per process."""
+        """The factory of environments, one for each rollout."""
         where = f"{self.described}: get_environment"
-        factory = check_factory(self._call_hook("get_environment", config=config), where)
+        factory = check_factory(self._call_once("get_environment", config), where)
         silent = not getattr(factory, "gives_rewards", True)
         if silent and not self.has("get_reward_funcs"):
             raise TaskError(
@@ -372,6 +374,12 @@ class Task:
     def _note_account(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):
             self.accounts[hook], self.shares[hook] = rows.account, rows.shares
+
+    def _call_once(self, hook: str, config: Any) -> Any:
+        """The result of a hook that may start processes, such as servers of tools: it is called once for a config, to check and to run."""
+        if hook not in self._made or self._made[hook][0] != config:
+            self._made[hook] = (config, self._call_hook(hook, config=config))
+        return self._made[hook][1]
 
     def _call_hook(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)

@@ -40,6 +40,7 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
+import groupwise
 from groupwise.api.http.prometheus import RequestMetrics
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.parts import AnyVerb
@@ -94,7 +95,7 @@ SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
 SERVED = (
     *("serve.md", "deploy-server.md", "openai-clients.md", "agents.md"),
-    "train-elsewhere.md",
+    *("train-elsewhere.md", "server-api.md"),
 )
 """Pages that are followed from top to bottom, beside the server that they begin."""
 FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
@@ -1015,6 +1016,13 @@ def test_tables_are_up_to_date() -> None:
         f"{page}, make it again:\n{made()}" for page, made in TABLES if made() not in text_of(page)
     ]
     assert old == []
+
+
+def test_public_names_are_explained_by_their_docstrings() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text_of("python.md"), re.MULTILINE)
+    docs = {name: getattr(groupwise, name).__doc__ for name in groupwise.__all__ if name[0] != "_"}
+    firsts = {name: " ".join(doc.partition("\n\n")[0].split()) for name, doc in docs.items()}
+    assert dict(rows) == firsts
 
 
 def first_cells(page: str, head: str) -> list[str]:

@@ -17,7 +17,7 @@ from groupwise.core.types import Row, SamplingParams
 from groupwise.engine.learner import forward, head
 from groupwise.engine.learner.engine import TransformersEngine
 from groupwise.engine.learner.layout import PackedBatch, PackedGroups
-from groupwise.engine.learner.native import fused_attention, padded_attention
+from groupwise.engine.learner.native import fused_attention
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
@@ -75,12 +75,12 @@ def device(monkeypatch) -> FakeDevice:
         return everywhere.tril(keys - queries)
 
     monkeypatch.setattr(fused_attention, "causal_lower_right", causal_lower_right)
-    monkeypatch.setattr(fused_attention, "real_places", real_places)
     for lengths in ((3, 3), (5, 4, 2)):
         given = Texts(0, lengths), torch.device("cpu")
-        assert str(real_places(*given)) == str(padded_attention.real_places(*given)), (
+        assert str(real_places(*given)) == str(fused_attention.real_places(*given)), (
             "the same by other means"
         )
+    monkeypatch.setattr(fused_attention, "real_places", real_places)
     return FakeDevice()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import groupwise
 from groupwise.engine.learner import gradient_flow, torch_learner
 from groupwise.engine.learner.native import attention
-from groupwise.engine.learner.native.fused_attention import fused_attention
+from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.training import placement
@@ -33,12 +33,22 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     """Torch alone computes: no kernels of our own, and no weights in another order."""
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
-    monkeypatch.setattr(attention, "piece_attention", fused_attention)
+    fuse_attention(monkeypatch)
     monkeypatch.setattr(NativeModel, "pack", lambda self, **_: None)
     monkeypatch.setattr(torch_learner, "FUSED_ON", {"cpu"})
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through each time
     return DeviceCase(CPU, FakeCudaGraph, tmp_path, bytes_held)
+
+
+def fuse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of a GPU, on the processor."""
+
+    def fused(model: NativeModel, rotations_N1C: torch.Tensor, texts: Sequence[Texts]) -> Any:
+        parts = attention.rotated_attention(model.shape, texts, model.dtype, CPU)
+        return attention.GpuAttention(model, rotations_N1C, parts)
+
+    monkeypatch.setattr(attention, "CompiledAttention", fused)
 
 
 def bytes_held() -> int:
@@ -107,12 +117,12 @@ def test_a_sampler_beside_the_learner_draws_the_same(tmp_path):
 
 
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
-    pieces = device_checks.gradients("qwen3", CPU, tmp_path)
-    monkeypatch.setattr(attention, "piece_attention", fused_attention)
+    compiled = device_checks.gradients("qwen3", CPU, tmp_path)
+    fuse_attention(monkeypatch)
     fused = device_checks.gradients("qwen3", CPU, tmp_path)
-    for key, wanted in pieces.items():
+    for key, wanted in compiled.items():
         torch.testing.assert_close(fused[key], wanted, rtol=1e-4, atol=1e-5)
-    assert any(not torch.equal(fused[key], wanted) for key, wanted in pieces.items()), "two ways"
+    assert any(not torch.equal(fused[key], wanted) for key, wanted in compiled.items()), "two ways"
 
 
 @pytest.mark.parametrize(

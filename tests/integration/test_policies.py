@@ -35,7 +35,7 @@ def test_a_hub_id_comes_last(runs, monkeypatch):
         asked.append(reference)
         return runs / "toy" / "final"
 
-    monkeypatch.setattr(policies, "fetch_weights", fetched)
+    monkeypatch.setattr(policies, "fetch_files", fetched)
     assert find_policy("someone/adapter@v2", runs).label == "someone/adapter@v2"
     assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is no hub id"
     assert asked == ["someone/adapter@v2"]

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 import groupwise
 from groupwise.core.terminal.progress import Progress
@@ -24,8 +25,10 @@ from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
 from groupwise.training import build
 from groupwise.training.loops import start
+from tests.chat import write_qwen_tokenizer
 from tests.forked_zygote import fork_zygotes
 from tests.integration.toy_run import TOY, config, what_must_be_equal
+from tests.unit.engine.models.native.families import SMALL, made
 
 BY_ARITHMETIC = (
     "torch",
@@ -38,6 +41,7 @@ BY_ARITHMETIC = (
 )
 BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hub", "httpx2")
 BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
+BY_ARITHMETIC += ("groupwise.training.callbacks.sinks", "groupwise.engine.models.hub_queue")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -125,7 +129,7 @@ for words in {given!r}:
 
 @pytest.mark.parametrize(("words", "expected", "heavy"), [
     ("launch local --dry-run --script job.py", "0 1000000", (
-        "asyncssh", "groupwise.jobs.launch.install_plan", "httpx2", "ruamel", "sqlalchemy",
+        "asyncssh", "groupwise.jobs.launch.install_plan", "groupwise.runs.store", "httpx2", "ruamel", "sqlalchemy",
     )),
     ("fleet --help", "0 700", ("groupwise.jobs.fleet.settings", "groupwise.runs")),
     ("fleet list --fleet nowhere", "2 700", (
@@ -161,25 +165,42 @@ def test_a_notice_is_shown_while_the_model_is_loaded_and_other_lines_of_the_log_
     assert [line for line in shown if line] == ["kernels are compiled", "warning: a doubt"]
 
 
+COMMIT = "a" * 40
 OF_NATIVE_MODELS = (
     "transformers", "peft", "accelerate", "huggingface_hub", "torch._dynamo", "torch.distributed.tensor", "sympy",
 )  # fmt: skip
 """What a native model needs nothing of, on a CPU."""
 
 
-@pytest.mark.parametrize("verb", ["rl", "evaluate"])
-def test_a_native_model_is_trained_and_sampled_without_libraries_of_models(verb, tmp_path):
+@pytest.mark.parametrize(
+    ("verb", "model"), [("rl", "tiny"), ("evaluate", "tiny"), ("rl", "someone/qwen")]
+)
+def test_a_native_model_is_trained_and_sampled_without_libraries_of_models(verb, model, tmp_path):
+    """Also one of the hub, here from its cache; for that one huggingface_hub is needed."""
     settings = config(tmp_path, max_steps=1)
     settings["run"] |= {"threads": 1, "processes": 1}
+    settings["model"]["name"] = model
+    cached = tmp_path / "hub/models--someone--qwen"
+    if model != "tiny":
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs/main").write_text(COMMIT)
+        made(Qwen2Config(**{**SMALL, "vocab_size": 272})).save_pretrained(
+            cached / "snapshots" / COMMIT
+        )
+        write_qwen_tokenizer(cached / "snapshots" / COMMIT, "{{ messages[0].content }}")
     code = f"""
 import sys, groupwise
 groupwise.{verb}({settings!r}, {TOY!r})
 print([module for module in {OF_NATIVE_MODELS!r} if module in sys.modules], "torch" in sys.modules)
 """
     command = [sys.executable, "-c", code]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    shown = subprocess.run(
+        command, env={**os.environ, **hub}, capture_output=True, text=True, check=False
+    )
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "[] True"
+    needed = ["huggingface_hub"] if model != "tiny" else []
+    assert shown.stdout.splitlines()[-1] == f"{needed} True"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

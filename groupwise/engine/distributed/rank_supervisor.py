@@ -27,11 +27,12 @@ def supervise(descriptor: int, ranks: Sequence[int]) -> None:
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=kill_at_end, args=(connection, ranks), daemon=True).start()
     ended_rank, status = os.wait()
-    from groupwise.engine.distributed.messages import MessageChannel, RankEnded
+    if _is_open(connection):
+        from groupwise.engine.distributed.messages import MessageChannel, RankEnded
 
-    with suppress(OSError):  # the main process is gone
-        ended = RankEnded(ranks.index(ended_rank), os.waitstatus_to_exitcode(status))
-        MessageChannel(connection).send(ended)
+        with suppress(OSError):  # the main process has just gone
+            ended = RankEnded(ranks.index(ended_rank), os.waitstatus_to_exitcode(status))
+            MessageChannel(connection).send(ended)
     _kill(ranks)
     with suppress(ChildProcessError):
         while True:
@@ -44,6 +45,15 @@ def kill_at_end(connection: socket.socket, ranks: Sequence[int]) -> None:
     with suppress(OSError):
         connection.recv(1)
     _kill(ranks)
+
+
+def _is_open(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:  # nothing has been sent
+        return True
+    except OSError:
+        return False
 
 
 def _kill(ranks: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from groupwise.engine.models import config as settings_of_models
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import read_shapes
-from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
+from groupwise.engine.models.hub import fetch_files, may_be_hub_id
 from groupwise.engine.models.load import meta_model, read_model_config
 from groupwise.engine.models.lora import (
     AdaptedModel,
@@ -88,7 +88,7 @@ def _from_hub(model: ModelConfig) -> Path:
 @cache
 def _fetched_once(reference: str) -> Path:
     """Cached, so that one process uses one commit even if the branch moves meanwhile."""
-    return fetch_weights(reference)
+    return fetch_files(reference)
 
 
 def check_adapter(

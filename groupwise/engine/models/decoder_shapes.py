@@ -16,9 +16,9 @@ from typing import Any, TypeGuard, cast
 
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.footprint import Counts, Sizes
+from groupwise.engine.models.hub import fetch_config
 from groupwise.engine.models.native.facts import FAMILIES
 from groupwise.engine.models.tokenizer import locate
-from groupwise.engine.models.transformers_log import quiet
 
 WHOLE_NUMBERS = (
     "vocab_size",
@@ -106,11 +106,7 @@ def read_config(config: ModelConfig) -> dict[str, Any] | None:
     path = Path(resolved.location, "config.json")
     try:
         if not resolved.local:
-            from huggingface_hub import hf_hub_download
-
-            with quiet():
-                downloaded = hf_hub_download(resolved.location, path.name, **resolved.arguments())
-            path = Path(downloaded)
+            path = fetch_config(resolved.location, resolved.revision)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None

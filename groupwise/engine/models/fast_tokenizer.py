@@ -1,9 +1,9 @@
 """A tokenizer that needs `tokenizers` and Jinja, but not transformers, whose import alone costs a second and a half of a processor.
 
-`read_fast_tokenizer` reads the folder of a model whose tokenizer transformers would load as its plain `TokenizersBackend`, and which has
-nothing that transformers would change while it loads it; for any other folder it returns None. Token ids, texts, rendered chats and saved
-files equal those of transformers. What `FastTokenizer` cannot do itself, transformers' own tokenizer does: it is loaded at that moment, and
-answers everything from then on.
+`read_fast_tokenizer` reads the folder of a model whose tokenizer transformers would load as its plain `TokenizersBackend`, or as that of
+Qwen2 and Qwen3, and which has nothing that transformers would change while it loads it; for any other folder it returns None. Token ids,
+texts, rendered chats and saved files equal those of transformers. What `FastTokenizer` cannot do itself, transformers' own tokenizer does:
+it is loaded at that moment, and answers everything from then on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from groupwise.engine.models.template_program import run_template
 
@@ -25,6 +25,14 @@ UNLIMITED = int(1e30)
 _SAVED = {"backend": "tokenizers", "is_local": True, "local_files_only": True}
 _KNOWN = {*NAMED, *_SAVED, "tokenizer_class", "model_max_length", "extra_special_tokens"}
 _KNOWN |= {"clean_up_tokenization_spaces"}
+QWEN = "Qwen2Tokenizer"
+"""transformers' class that takes vocabulary, merges and added tokens from `tokenizer.json`, and cuts texts by `_QWEN_WORDS`."""
+_QWEN_MODELS = ("qwen2", "qwen3")
+_QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_OLDER = {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
+"""Keys that transformers does not write any more."""
+_QWEN_FALSE = {"add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"}
+"""Keys that are known here if they are false or null."""
 _REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")
 """Model types whose tokenizer transformers repairs if its vocabulary is large."""
 
@@ -36,34 +44,96 @@ def read_fast_tokenizer(folder: Path) -> FastTokenizer | None:
     if not {"tokenizer.json", "tokenizer_config.json"} <= files or others & files:
         return None
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    extra = config.get("extra_special_tokens") or []
-    special = [config[name] for name in NAMED if config.get(name) is not None] + list(extra)
-    if (
-        config.get("tokenizer_class") != CLASS
-        or config.get("clean_up_tokenization_spaces")
-        or not config.keys() <= _KNOWN
-        or not isinstance(extra, list)
-        or not all(isinstance(token, str) for token in special)
-    ):
+    tokens, template = config.get("added_tokens_decoder"), config.get("chat_template")
+    if "chat_template.jinja" in files:
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    qwen = str(config.get("tokenizer_class")).removesuffix("Fast") == QWEN
+    if qwen:
+        config = _saved_config_of_qwen(config)
+    if not _is_known(config, qwen) or not isinstance(template, str | None):
         return None
     try:
         backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # noqa: BLE001 - it raises nothing more special for a damaged file, which transformers reports
         return None
+    if not _is_complete(backend, config):
+        return None
+    facts = (
+        json.loads((folder / "config.json").read_text("utf-8")) if "config.json" in files else {}
+    )
+    model_type = str(facts.get("model_type", _REPAIRED[0]))
+    if qwen:
+        if model_type not in _QWEN_MODELS or not _is_built_like_qwen(backend, tokens):
+            return None
+        _cut_like_qwen(backend)
+    elif backend.get_vocab_size() > 100_000 and model_type.startswith(_REPAIRED):
+        return None
+    return FastTokenizer(str(folder), config, backend, template)
+
+
+def _is_known(config: Mapping[str, Any], qwen: bool) -> bool:
+    """True if the config names one of the two classes, and holds nothing else that changes what it does."""
+    known = _KNOWN | {"errors", "add_prefix_space", "split_special_tokens"} if qwen else _KNOWN
+    return (
+        config.get("tokenizer_class") == (QWEN if qwen else CLASS)
+        and not config.get("clean_up_tokenization_spaces")
+        and config.keys() <= known
+        and isinstance(config.get("extra_special_tokens", []), list | None)
+    )
+
+
+def _is_complete(backend: Any, config: Mapping[str, Any]) -> bool:
+    """True if transformers would add neither a post-processor nor tokens that the config names, and texts keep their lengths."""
+    named = [config[name] for name in NAMED if config.get(name) is not None]
+    special = [*named, *(config.get("extra_special_tokens") or ())]
     added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
     marked = {token.content for token in added.values() if token.special}
-    if backend.truncation or backend.padding or backend.post_processor is None:
-        return None
-    if not marked.issuperset(special):
-        return None
-    if backend.get_vocab_size() > 100_000:
-        file = folder / "config.json"
-        facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if str(facts.get("model_type", _REPAIRED[0])).startswith(_REPAIRED):
-            return None
-    template = folder / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8") if template.is_file() else None
-    return FastTokenizer(str(folder), config, backend, text)
+    return (
+        not (backend.truncation or backend.padding or backend.post_processor is None)
+        and all(isinstance(token, str) for token in special)
+        and marked.issuperset(special)
+    )
+
+
+def _saved_config_of_qwen(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as transformers saves it; without a class if it would add tokens of its own, or act on a key that is not known here."""
+    dropped = _QWEN_OLDER | {"add_bos_token", "add_eos_token"}
+    saved = {name: value for name, value in config.items() if name not in dropped}
+    if "additional_special_tokens" in config:
+        saved.setdefault("extra_special_tokens", config["additional_special_tokens"])
+    complete = {"unk_token", "bos_token", "eos_token", "pad_token"} <= config.keys()
+    twice = {"additional_special_tokens", "extra_special_tokens"} <= config.keys()
+    plain = complete and not twice and not any(config.get(name) for name in _QWEN_FALSE)
+    return {**saved, "tokenizer_class": QWEN if plain else None}
+
+
+def _is_built_like_qwen(backend: Any, tokens: Any) -> bool:
+    """True if the tokenizer that transformers builds from these parts has the same tokens. `tokens`: those that the config adds, if any."""
+    added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    flags = ("lstrip", "normalized", "rstrip", "single_word")
+    described = {
+        str(number): {name: getattr(token, name) for name in ("content", "special", *flags)}
+        for number, token in added.items()
+    }
+    first, model = backend.get_vocab_size(with_added_tokens=False), backend.model
+    return (
+        tokens in (None, described)
+        and sorted(added) == [*range(first, first + len(added))]
+        and not any(getattr(token, flag) for token in added.values() for flag in flags)
+        and isinstance(model, models.BPE)
+        and (model.continuing_subword_prefix, model.end_of_word_suffix) == ("", "")
+        and not (model.dropout or model.unk_token or model.fuse_unk)
+        and not (model.byte_fallback or model.ignore_merges)
+    )
+
+
+def _cut_like_qwen(backend: Any) -> None:
+    """Normalise, cut and decode texts as transformers' class does, whatever `tokenizer.json` says."""
+    words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    backend.decoder = decoders.ByteLevel()
 
 
 class _Encoded(dict[str, list[int]]):
@@ -222,9 +292,10 @@ class FastTokenizer:
     def _load(self) -> Any:
         """transformers' own tokenizer, which answers everything once it is there."""
         if self._whole is None:
-            from transformers import PreTrainedTokenizerFast
+            import transformers
 
-            whole = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+            kind = getattr(transformers, self._config["tokenizer_class"])
+            whole = kind.from_pretrained(self._folder, local_files_only=True)
             for name, value in vars(self).items():
                 if not name.startswith("_") or name.startswith("_groupwise"):
                     setattr(whole, name, value)

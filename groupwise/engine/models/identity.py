@@ -14,8 +14,8 @@ from groupwise.engine.models.files import (
     model_files,
     read_json,
 )
+from groupwise.engine.models.hub import fetch_config
 from groupwise.engine.models.tokenizer import explaining_errors, resolve
-from groupwise.engine.models.transformers_log import quiet
 
 OF_SERVICE = "tinker.json"
 """The file that stands for weights which a Tinker service has; see `groupwise.engine.backends.tinker.saved`."""
@@ -48,13 +48,9 @@ def identity(config: ModelConfig) -> str:
         for path in files:
             hash_sample(digest, path)
     else:
-        from huggingface_hub import hf_hub_download
-
-        with quiet(), explaining_errors(config, resolved, "model"):
-            config_file = hf_hub_download(
-                resolved.location, "config.json", revision=resolved.revision
-            )
-        commit = Path(config_file).parent.name  # …/snapshots/<commit>/config.json
+        with explaining_errors(config, resolved, "model"):
+            config_file = fetch_config(resolved.location, resolved.revision)
+        commit = config_file.parent.name  # …/snapshots/<commit>/config.json
         digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:
         from groupwise.engine.models.adapters import adapter_commit, adapter_folder

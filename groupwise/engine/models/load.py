@@ -14,7 +14,7 @@ from groupwise.engine.models.config import Dtype, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_config
 from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX, read_json, read_model_tensors
-from groupwise.engine.models.hub import fetch_weights
+from groupwise.engine.models.hub import OF_NATIVE_MODEL
 from groupwise.engine.models.native.causal_lm import CausalLM, config_from_json
 from groupwise.engine.models.native.facts import numba_works
 from groupwise.engine.models.tokenizer import explaining_errors, locate, resolve
@@ -30,28 +30,29 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def load_base(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> CausalModel:
-    """The model for an adapter, or to sample it, as by `load_model`. On a CPU its modules are our own if it is of a native family and its
-    files are on this machine, which saves seconds of imports."""
+    """The model for an adapter, or to sample it, as by `load_model`. On a CPU its modules are our own if it is of a native family, which
+    saves seconds of imports."""
     base = _read_base(config, dtype) if device == "cpu" else None
     return load_model(config, dtype, device) if base is None else base
 
 
 def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
     """The model in our own modules; None if they are not for its config or files. Then transformers loads it, or says why not."""
-    resolved = locate(config)
-    content, folder = read_config(config), Path(resolved.location)
-    stored = any((folder / name).is_file() for name in (FULL_WEIGHTS, INDEX))
-    if content is None or not resolved.local or not stored:
+    resolved, content = locate(config), read_config(config)
+    if content is None:
         return None
-    generation = folder / GENERATION_CONFIG
     try:
+        folder = resolved.folder(OF_NATIVE_MODEL)
+        if not any((folder / name).is_file() for name in (FULL_WEIGHTS, INDEX)):
+            return None
+        generation = folder / GENERATION_CONFIG
         cache = _weight_cache(folder, dtype)
         tensors = {} if cache is None else cache.tensors("matrices")
         stored = tensors or read_model_tensors(folder)
         stops = read_json(generation).get("eos_token_id") if generation.is_file() else None
     except ModelError:
         return None
-    base = CausalLM(config_from_json(content, str(folder)), stops)
+    base = CausalLM(config_from_json(content, resolved.location), stops)
     if base.config.tie_word_embeddings and "lm_head.weight" in stored:
         return None  # transformers decides whether they are tied
     with explaining_errors(config, resolved, "model"):
@@ -164,11 +165,8 @@ def meta_model(config: ModelConfig) -> CausalModel:
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The folder with the model's files, downloaded from the hub if necessary; see `groupwise.engine.models.hub.fetch_weights`."""
-    resolved = locate(config)
-    if resolved.local:
-        return Path(resolved.location)
-    return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
+    """The folder with the model's files, downloaded from the hub if necessary; see `groupwise.engine.models.hub.fetch_files`."""
+    return locate(config).folder()
 
 
 def stop_token_ids(model: CausalModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -84,7 +84,9 @@ def _compiled(template: str) -> Template:
         raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
     )
     compiled = environment.from_string(template)
-    compiled.globals = dict(compiled.globals)  # Jinja copies them for each render, a chain of mappings slowly
+    compiled.globals = dict(
+        compiled.globals
+    )  # Jinja copies them for each render, a chain of mappings slowly
     return compiled
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, co
 from groupwise.engine.models.chat_template import OF_THE_MODEL
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.fast_tokenizer import CLASS, read_fast_tokenizer
+from groupwise.engine.models.hub import OF_TOKENIZER, WEIGHTS, fetch_files, without_progress_bars
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.models.transformers_log import quiet
 
@@ -39,6 +40,13 @@ class ResolvedModel:
         if self.local:
             return {"local_files_only": True}
         return {"revision": self.revision, "local_files_only": not hub_errors.is_reachable()}
+
+    def folder(self, patterns: Sequence[str] = WEIGHTS) -> Path:
+        """The folder of its files; of those on the hub the ones with these names. Raises `ModelError` if they cannot be downloaded."""
+        if self.local:
+            return Path(self.location)
+        with without_progress_bars():
+            return fetch_files("@".join(filter(None, [self.location, self.revision])), patterns)
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
@@ -104,10 +112,14 @@ def load_fast_tokenizer(config: ModelConfig) -> Any:
 
 
 def _read_fast_tokenizer(config: ModelConfig, resolved: ResolvedModel) -> Any:
-    if config.trust_remote_code or not resolved.local:
+    if config.trust_remote_code:
         return None
     with explaining_errors(config, resolved, "tokenizer"):
-        return read_fast_tokenizer(Path(resolved.location))
+        try:
+            folder = resolved.folder(OF_TOKENIZER)
+        except ModelError:  # transformers finds out why
+            return None
+        return read_fast_tokenizer(folder)
 
 
 def _with_template(tokenizer: Any, config: ModelConfig) -> Any:

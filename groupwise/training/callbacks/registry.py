@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from importlib import import_module
 from typing import Any
 
 from groupwise.core.construct import accepted_parameters, instance, run_constructor
@@ -20,21 +21,16 @@ from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.settings.view import View
 from groupwise.tasks.contract import Task
 from groupwise.training.callbacks.base import EVENTS, Callback, overrides
-from groupwise.training.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
-from groupwise.training.callbacks.early_stop import EarlyStop
-from groupwise.training.callbacks.loss_logging import LossLogging
-from groupwise.training.callbacks.push_to_hub_revision import PushToHubRevision
-from groupwise.training.callbacks.reporting import NAME, PARQUET, ParquetRecord, Reporting
-from groupwise.training.callbacks.success_cache import SuccessCache
 from groupwise.training.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 
-BUILTIN: dict[str, type[Callback]] = {
-    "benchmark_on_checkpoint": BenchmarkOnCheckpoint,
-    "early_stop": EarlyStop,
-    "loss_logging": LossLogging,
-    "push_to_hub_revision": PushToHubRevision,
-    "success_cache": SuccessCache,
+BUILTIN = {
+    "benchmark_on_checkpoint": "BenchmarkOnCheckpoint",
+    "early_stop": "EarlyStop",
+    "loss_logging": "LossLogging",
+    "push_to_hub_revision": "PushToHubRevision",
+    "success_cache": "SuccessCache",
 }
+"""The classes of the built-in callbacks, each in the module of its name, which is imported once a config names it."""
 ENTRY_POINTS = "groupwise.callbacks"
 """The entry-point group under which installed packages declare their callbacks."""
 
@@ -63,17 +59,18 @@ def configured_callbacks(
             callbacks.append(callback)
         except TaskError as error:
             problems.append(f"{origin}: callbacks: {error}")
-    try:
-        report_to = config["run"].get("report_to", ())
-        sinks = [report_to] if isinstance(report_to, str) else report_to
-        names = dict.fromkeys(name for name in sinks if name != "none")
-        sink_names = tuple(name for name in names if name != PARQUET)
-        if sink_names:
-            callbacks.append((NAME, _check_callback(Reporting(sink_names), config, NAME)))
-        if PARQUET in names:
-            callbacks.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
-    except TaskError as error:
-        problems.append(str(error))
+    report_to = config["run"].get("report_to", ())
+    sinks = [report_to] if isinstance(report_to, str) else report_to
+    if names := dict.fromkeys(name for name in sinks if name != "none"):
+        from groupwise.training.callbacks.reporting import NAME, PARQUET, ParquetRecord, Reporting
+
+        try:
+            if sink_names := tuple(name for name in names if name != PARQUET):
+                callbacks.append((NAME, _check_callback(Reporting(sink_names), config, NAME)))
+            if PARQUET in names:
+                callbacks.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
+        except TaskError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(callbacks)
@@ -91,11 +88,16 @@ def hook_callbacks(entries: Sequence[object], config: View, where: str) -> tuple
     return tuple(callbacks)
 
 
+def builtin(name: str) -> type[Callback]:
+    """The class of a built-in callback."""
+    return getattr(import_module(f"{__package__}.{name}"), BUILTIN[name])
+
+
 def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     parameters = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "name"}
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
-        return name, _check_callback(instance(BUILTIN[name], parameters, name), config, name)
+        return name, _check_callback(instance(builtin(name), parameters, name), config, name)
     plugin = load(
         name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
     )

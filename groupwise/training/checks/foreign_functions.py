@@ -193,7 +193,10 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _used_names(node: ast.AST) -> set[str]:
-    """The names that a statement reads and does not bind as an argument or a variable of its own functions."""
+    """The names that a statement reads or declares `global`, and does not bind as an argument or a variable of its own functions."""
+    shared = {
+        name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names
+    }
     own = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
     if isinstance(node, ast.FunctionDef | ast.Lambda):
         own |= {
@@ -205,4 +208,4 @@ def _used_names(node: ast.AST) -> set[str]:
         child.id
         for child in ast.walk(node)
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load)
-    } - own
+    } - own | shared

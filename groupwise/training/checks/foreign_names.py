@@ -34,6 +34,8 @@ LOSSES = {
     "bnpo": "dapo",
     "cispo": "cispo",
     "sapo": "sapo",
+    "luspo": "luspo",
+    "vespo": "vespo",
 }
 """TRL's loss_type -> the algorithm here."""
 LOSS_DIVISORS = {
@@ -66,7 +68,7 @@ WHOLE_NUMBERS = frozenset(
     """
     num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations
     max_steps max_completion_length max_prompt_length max_seq_length lora_r warmup_steps save_steps logging_steps eval_steps
-    save_total_limit seed min_tokens
+    save_total_limit seed min_tokens num_generations_eval
     """.split()
 )
 NUMBERS = WHOLE_NUMBERS | frozenset(

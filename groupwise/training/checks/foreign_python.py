@@ -75,6 +75,7 @@ COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
     "data.prompt_format=chat do the same; else write a function of one row into a file, for data.preprocessing_pipeline=FILE.py:FUNCTION"
 )
+CHOICE_REMEDY = "process_row leaves out the rows for which it returns None, and data.max_prompt_length those with longer prompts"
 TASK_REMEDY = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
 NON_MODEL_CLASSES = re.compile(
@@ -624,7 +625,8 @@ class _Reader:
         makes_messages = True
         if copied is not None:
             settings["map"] = f":{ROW}"
-            rest = replace(settings.pop("train_dataset"), written=", ".join(self.chosen))
+            chosen = ", ".join(self.chosen)
+            rest = replace(settings.pop("train_dataset"), written=chosen, remedy=CHOICE_REMEDY)
             settings |= {"train_dataset": rest} if self.chosen else {}
         elif isinstance(rows, Unread) and rows.remedy == TASK_REMEDY:
             hooks = {ROWS: rows.written}

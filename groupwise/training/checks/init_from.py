@@ -565,9 +565,13 @@ def _translate_batch(translation: Translation) -> None:
 
 
 def _translate_length(translation: Translation) -> None:
-    _choose_or_default(
-        translation, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH
-    )
+    key, whole = "sampler.max_completion_length", translation.settings.get("max_seq_length")
+    _choose_or_default(translation, key, "max_completion_length", TRL_LENGTH)
+    if "max_completion_length" not in translation.settings and isinstance(whole, int):
+        half = min(TRL_LENGTH, max(1, whole // 2))
+        translation.choose(
+            key, half, f"Half of max_seq_length, at most {TRL_LENGTH}: the file says no number."
+        )
     steps = translation.take("max_steps", -1)
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
@@ -584,7 +588,8 @@ def _translate_length(translation: Translation) -> None:
 def _translate_algorithm(translation: Translation) -> None:
     loss = str(translation.take("loss_type", "dapo"))
     level = translation.take("importance_sampling_level", "token")
-    kind = "gspo" if level == "sequence" else LOSSES.get(loss)
+    of_rollout = level == "sequence" and loss not in ("luspo", "vespo")
+    kind = "gspo" if of_rollout else LOSSES.get(loss)
     origin = "importance_sampling_level sequence" if kind == "gspo" else f"loss_type {loss}"
     if level not in ("token", "sequence"):
         translation.lose(
@@ -608,12 +613,7 @@ def _translate_algorithm(translation: Translation) -> None:
             )
     else:
         translation.choose("algorithm.type", kind, f"From {origin}.")
-    if kind == "gspo" and loss != "grpo":
-        translation.remark(
-            "loss_type",
-            f"{loss}{'' if 'loss_type' in translation.settings else ', as TRL has it without that key,'} "
-            f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
-        )
+    _remark_on_level(translation, kind, loss, level)
     scale = translation.take("scale_rewards")
     if kind == "dr_grpo":
         if scale not in (False, "none"):
@@ -636,9 +636,24 @@ def _translate_algorithm(translation: Translation) -> None:
     _translate_correction(translation)
 
 
+def _remark_on_level(translation: Translation, kind: str, loss: str, level: Any) -> None:
+    """Say where a loss with one ratio for a rollout differs from TRL's with these keys."""
+    if kind == "gspo" and loss != "grpo":
+        translation.remark(
+            "loss_type",
+            f"{loss}{'' if 'loss_type' in translation.settings else ', as TRL has it without that key,'} "
+            f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
+        )
+    if kind == "luspo" and level == "token":
+        translation.remark(
+            "loss_type",
+            "each token has its own ratio there without importance_sampling_level: sequence; luspo here has one for each rollout",
+        )
+
+
 def _translate_clip(translation: Translation, kind: str) -> None:
     """Translate the clip range for algorithms with another default or notation."""
-    if kind == "gspo":
+    if kind in ("gspo", "luspo"):
         _choose_or_default(translation, "algorithm.epsilon", "epsilon", 0.2)
         high = "epsilon_high" if "epsilon_high" in translation.settings else "epsilon"
         _choose_or_default(translation, "algorithm.epsilon_high", high, 0.2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from groupwise.core.errors import ModelError, RunNotFoundError
 from groupwise.engine.backends.tinker.saved import FILE
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX
-from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
+from groupwise.engine.models.hub import fetch_files, may_be_hub_id
 from groupwise.runs import find
 
 WEIGHT_FILES = ("adapter_config.json", FILE, FULL_WEIGHTS, INDEX)
@@ -49,7 +49,7 @@ def find_policy(reference: str, runs_dir: Path) -> PolicyWeights:
         if not may_be_hub_id(reference):
             raise
         try:
-            folder = fetch_weights(reference)
+            folder = fetch_files(reference)
         except ModelError as error:
             raise ModelError(f"{not_a_run}\nAs a hub id: {error}") from error
         if not any((folder / name).is_file() for name in WEIGHT_FILES):

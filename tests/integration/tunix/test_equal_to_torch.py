@@ -74,6 +74,7 @@ LOSSES = {
     "k1, corrected": make("rloo", {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"}),
     "max_rl": make("max_rl", {}), "gmpo": make("gmpo", {"epsilon": 0.05}), "sapo": make("sapo", {}), "gdpo": make("gdpo", {}),
     "pass_at_k": make("pass_at_k", {}), "gigpo": make("gigpo", {}), "clip_cov": make("clip_cov", {}), "kl_cov": make("kl_cov", {}),
+    "luspo": make("luspo", {}), "vespo": make("vespo", {}),
     "tokens by their entropy": make("dapo", {"top_entropy_quantile": 0.4, "entropy_advantage": 0.4}),
     "corrected by rollout": make("grpo", {"importance_sampling_correction": "sequence_mask"}),
 }  # fmt: skip

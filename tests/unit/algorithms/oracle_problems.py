@@ -15,7 +15,7 @@ MAX_TOKENS = 12
 """max_completion_length."""
 LOSS_TYPES = {
     "grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "reinforce_pp": "dapo", "gspo": "grpo",
-    "cispo": "cispo", "sapo": "sapo", "gmpo": "grpo",
+    "cispo": "cispo", "sapo": "sapo", "gmpo": "grpo", "luspo": "luspo", "vespo": "vespo",
 }  # fmt: skip
 """What TRL and Liger call the loss of each algorithm."""
 

@@ -84,9 +84,16 @@ def trl() -> Any:
         from trl.experimental.gmpo import gmpo_trainer
         from trl.trainer import grpo_trainer, rloo_trainer
 
+    def with_gamma_weights(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        """Without weights for vLLM, which this loss reads even where there is none."""
+        trainer.get_gamma_weights = grpo_trainer.GRPOTrainer.get_gamma_weights
+        inputs = {**inputs, "importance_sampling_ratio": None}
+        return grpo_trainer.GRPOTrainer._compute_loss(trainer, model, inputs)
+
     return SimpleNamespace(
         grpo=grpo_trainer.GRPOTrainer._compute_loss,
         gmpo=gmpo_trainer.GMPOTrainer._compute_loss,
+        vespo=with_gamma_weights,
         high_entropy_mask=grpo_trainer.GRPOTrainer.get_high_entropy_mask,
         rloo=rloo_trainer.RLOOTrainer._compute_loss,
     )
@@ -121,6 +128,10 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
             delta=knobs.get("delta"),
             sapo_temperature_neg=knobs.get("temperature_negative"),
             sapo_temperature_pos=knobs.get("temperature_positive"),
+            vespo_k_pos=knobs.get("k_positive"),
+            vespo_k_neg=knobs.get("k_negative"),
+            vespo_lambda_pos=knobs.get("lambda_positive"),
+            vespo_lambda_neg=knobs.get("lambda_negative"),
             use_bias_correction_kl=knobs["kl_gradient"] == "exact",
             steps_per_generation=1,
         ),
@@ -130,7 +141,7 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
         "entropy_coef": knobs["entropy_coef"],
         "epsilon_low": low,
         "epsilon_high": 1 + high if algorithm.name == "cispo" else high,
-        "importance_sampling_level": "sequence" if algorithm.name == "gspo" else "token",
+        "importance_sampling_level": "sequence" if algorithm.name in ("gspo", "luspo") else "token",
         "loss_type": loss_type,
         "max_completion_length": MAX_TOKENS,
         "model": SimpleNamespace(training=True),
@@ -199,6 +210,21 @@ def test_sapo(trl, doubles, knobs: dict[str, Any], seed: int) -> None:
     "knobs",
     [
         {},
+        {"k_positive": 1.0, "lambda_positive": 0.5, "scale_rewards": "batch"},
+        {"k_negative": 0.0, "lambda_negative": 0.1, "mask_truncated_completions": True},
+        {"beta": 0.1, "kl_gradient": "exact", "entropy_coef": 0.05},
+    ],
+    ids=str,
+)
+def test_vespo(trl, knobs: dict[str, Any], seed: int) -> None:
+    _compare(trl.vespo, problem(seed, truncated=True), make("vespo", knobs))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
         {"epsilon": 0.1, "epsilon_high": 0.2, "scale_rewards": "none"},
         {"beta": 0.1, "kl_gradient": "estimator"},
     ],
@@ -258,8 +284,9 @@ def test_cispo(trl, knobs: dict[str, Any], seed: int) -> None:
     ],
     ids=str,
 )
-def test_gspo(trl, knobs: dict[str, Any], seed: int) -> None:
-    algorithm = make("gspo", NO_CORRECTION | knobs)
+@pytest.mark.parametrize("name", ["gspo", "luspo"])
+def test_gspo_and_luspo(trl, name: str, knobs: dict[str, Any], seed: int) -> None:
+    algorithm = make(name, NO_CORRECTION | knobs)
     _compare(trl.grpo, problem(seed, truncated=True), algorithm)
 
 

@@ -133,6 +133,32 @@ def test_rows_end_at_the_limit_and_an_endless_stream_needs_one(task_of, read, ke
     assert [len(task.eval_examples(CONFIG, limit=most)) for most in (None, 2)] == [5, 2]
 
 
+def test_an_environment_is_made_once_for_a_config(task_of):
+    """To check it and to run it: it may start servers of tools."""
+    task = task_of("""
+made = []
+
+def get_rl_dataset(config):
+    return [{"prompt": "a"}]
+
+def get_environment(config):
+    made.append(config["task"]["size"])
+
+    class Game:
+        def reset(self, prompt):
+            return prompt
+
+        def step(self, action):
+            return "", 1.0, True
+
+    return Game
+""")
+    first = task.check_environment(View({"task": {"size": 3}}), task.rl_examples(View({})))
+    assert task.environment(View({"task": {"size": 3}})) is first
+    assert task.environment(View({"task": {"size": 4}})) is not first
+    assert sys.modules[first.__module__].made == [3, 4]
+
+
 def test_hooks_may_name_their_parameters_freely_or_in_any_order(task_of):
     task = task_of(
         "def get_rl_dataset(cfg):\n    return [{'prompt': cfg['task']['size'] * 'x'}]\n"

@@ -11,7 +11,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError
 from groupwise.tasks.rewards.registry import registered_rewards
-from groupwise.training.callbacks.registry import BUILTIN
+from groupwise.training.callbacks.registry import BUILTIN, builtin
 from groupwise.training.config import load_config
 from groupwise.training.foreign_keys import foreign_to_rl, foreign_to_sft
 from groupwise.training.sft_config import load_sft_config
@@ -63,7 +63,10 @@ def test_a_supervised_run_is_told_what_it_has(name: str, said: str) -> None:
 
 
 def test_parameters_of_rewards_and_callbacks_are_there() -> None:
-    kinds: dict[str, Mapping[str, Any]] = {"reward": registered_rewards(), "callback": BUILTIN}
+    kinds: dict[str, Mapping[str, Any]] = {
+        "reward": registered_rewards(),
+        "callback": {name: builtin(name) for name in BUILTIN},
+    }
     found = 0
     for advice in {*foreign_to_rl().values(), *foreign_to_sft().values()}:
         for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):

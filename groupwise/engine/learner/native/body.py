@@ -19,13 +19,12 @@ from torch import Tensor
 from groupwise.engine.learner.native.attention import Attention, attention_of
 from groupwise.engine.learner.native.elementwise import (
     norm_with_gradient,
-    rotary_gradient_,
     swiglu,
     swiglu_with_gradient,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
-from groupwise.engine.models.native.linear import Factors, Layer
+from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 
 
@@ -35,10 +34,7 @@ class Work:
 
     model: NativeModel
     batch: FlatBatch
-    rotations_N1C: Tensor
-    query_rotations_N1C: Tensor
-    """Rotations multiplied by the attention's `query_scale`."""
-    attention: Sequence[Attention]
+    attention: Attention
     products: list[Product]
     recompute: bool
     """Keep only the input of each layer, and recompute the layer in the backward pass."""
@@ -63,13 +59,9 @@ def residual_stream(
     model: NativeModel, batch: FlatBatch, factors: Mapping[str, Factors], *, recompute: bool
 ) -> Tensor:
     """The residual stream [N, H] after all layers; its backward pass computes the gradients of the factors."""
-    device = model.device
     with torch.no_grad():
         products = [Product(linear, factors) for linear in model.products[:-1]]
-    rotations_N1C = model.rotations(torch.tensor(batch.positions, device=device))
-    attention = attention_of(model.shape, batch.texts, model.dtype, device)
-    scaled_N1C = rotations_N1C * attention[0].query_scale
-    work = Work(model, batch, rotations_N1C, scaled_N1C, attention, products, recompute)
+    work = Work(model, batch, attention_of(model, batch), products, recompute)
     return _Body.apply(work, torch.is_grad_enabled(), *_factors(work.products, factors))  # pyright: ignore[reportReturnType]
 
 
@@ -116,10 +108,7 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     model, layer = work.model, work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
-    queries, keys, values = _rotate_heads(work, layer, qkv_NO)
-    attention_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
-    for attention in work.attention:
-        attention.forward(queries, keys, values, attention_NO)
+    attention_NO = work.attention.forward(layer, qkv_NO)
     y_NH, output_low = output.forward(attention_NO)
     middle_NH = residual_NH + y_NH
     gate_up_N2F, gate_up_low = gate_up.forward(model.normed(middle_NH, layer.mlp_norm_H))
@@ -127,17 +116,6 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     lows = qkv_low, output_low, gate_up_low, down_low
     activations = Activations(residual_NH, qkv_NO, attention_NO, middle_NH, gate_up_N2F, lows)
     return middle_NH + y_NH, activations
-
-
-def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries, multiplied by `query_scale`; rotated keys; and values."""
-    model = work.model
-    queries, keys, values = model.split(qkv_NO)
-    return (
-        model.rotary(queries, layer.query_norm_D, work.query_rotations_N1C),
-        model.rotary(keys, layer.key_norm_D, work.rotations_N1C),
-        values,
-    )
 
 
 def _backward_layer_(
@@ -160,11 +138,12 @@ def _backward_layer_(
     )
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = output.low_gradient(dy_NH)
-    d_qkv = _attention_backward(work, layer, activations.qkv_NO, output.input_gradient(dy_NH, u_NR))
+    d_attention_NO = output.input_gradient(dy_NH, u_NR)
+    d_qkv_NO = work.attention.backward(layer, activations.qkv_NO, d_attention_NO)
     of_output = output.factor_gradients(activations.attention_NO, dy_NH, output_low, u_NR)
     d_input = d_NH if number else None  # the embeddings need no gradient
     of_qkv = _through_norm_(
-        qkv, qkv_low, d_qkv, activations.residual_NH, layer.attention_norm_H, epsilon, d_input
+        qkv, qkv_low, d_qkv_NO, activations.residual_NH, layer.attention_norm_H, epsilon, d_input
     )
     return [*of_qkv, *of_output, *of_gate_up, *of_down]
 
@@ -183,22 +162,3 @@ def _through_norm_(
     dx_NH = None if d_NH is None else product.input_gradient(dy_NO, u_NR)
     x_NH = norm_with_gradient(residual_NH, norm_H, epsilon, dy_NO.dtype, dx_NH, d_NH)
     return product.factor_gradients(x_NH, dy_NO, low_NR, u_NR)
-
-
-def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: Tensor) -> Tensor:
-    """The gradient [N, O] of the output of the layer's first product (queries, keys and values)."""
-    model, shape = work.model, work.model.shape
-    queries, keys, values = _rotate_heads(work, layer, qkv_NO)
-    rotated = shape.heads + shape.kv_heads
-    d_NJD = torch.empty(
-        len(qkv_NO), rotated + shape.kv_heads, shape.head_size, device=qkv_NO.device
-    )
-    for attention in work.attention:
-        attention.backward(d_attention, queries, keys, values, d_NJD)
-    raw_queries, raw_keys, _ = model.split(qkv_NO)
-    for part, rotations, raw, norm_D in (
-        (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
-        (slice(shape.heads, rotated), work.rotations_N1C, raw_keys, layer.key_norm_D),
-    ):
-        rotary_gradient_(d_NJD[:, part], raw, norm_D, rotations, shape.epsilon)
-    return d_NJD.flatten(1).to(model.dtype)

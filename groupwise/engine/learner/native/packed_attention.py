@@ -20,9 +20,7 @@ from groupwise.engine.models.native.weights import Shape
 
 
 class PackedAttention:
-    """A `groupwise.engine.learner.native.attention.Attention` of all texts, which are concatenated on one axis."""
-
-    query_scale = 1.0
+    """A `groupwise.engine.learner.native.attention.RotatedAttention` of all texts, which are concatenated on one axis."""
 
     def __init__(self, shape: Shape, texts: Sequence[Texts], device: torch.device) -> None:
         self._shape = shape
@@ -49,13 +47,13 @@ class PackedAttention:
         """Index of the token of each key; None if the keys are all tokens in order."""
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """See `Attention.forward`."""
+        """See `RotatedAttention.forward`."""
         out.copy_(self._attention_output(*self._attention_inputs(queries, keys, values)).flatten(1))
 
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
     ) -> None:
-        """See `Attention.backward`."""
+        """See `RotatedAttention.backward`."""
         heads = self._shape.heads
         inputs = [
             tensor.requires_grad_() for tensor in self._attention_inputs(queries, keys, values)

@@ -95,7 +95,7 @@ _prefetch: Any = intrinsic(_typed_prefetch)
 
 
 @kernel(ROUNDING_KEPT)
-def _prefetch_range(address: Any, size: Any) -> None:
+def prefetch_range(address: Any, size: Any) -> None:
     """Start to fetch `size` bytes into the cache."""
     for line_address in range(address, address + size, CACHE_LINE):
         _prefetch(line_address)
@@ -106,6 +106,10 @@ LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
 BITS_PER_NAT = np.float32(1.44269504)
 LOG_2_HIGH = np.float32(0.693359375)
 LOG_2_LOW = np.float32(-2.12194440e-4)
+EXP_POLYNOMIAL = (
+    *(np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)),
+    *(np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)),
+)
 
 
 @kernel(ROUNDING_KEPT)
@@ -116,12 +120,12 @@ def exp(x: Any) -> Any:
     x = HIGHEST if x > HIGHEST else x  # noqa: FURB136
     k = np.floor(x * BITS_PER_NAT + np.float32(0.5))
     r = x - k * LOG_2_HIGH - k * LOG_2_LOW
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
+    p = EXP_POLYNOMIAL[0]
+    p = p * r + EXP_POLYNOMIAL[1]
+    p = p * r + EXP_POLYNOMIAL[2]
+    p = p * r + EXP_POLYNOMIAL[3]
+    p = p * r + EXP_POLYNOMIAL[4]
+    p = p * r + EXP_POLYNOMIAL[5]
     power = np.uint32(np.uint32(np.int32(k) + np.int32(127)) << np.uint32(23)).view(np.float32)
     return (p * r * r + r + np.float32(1.0)) * power
 
@@ -130,7 +134,7 @@ def exp(x: Any) -> Any:
 
 
 @kernel()
-def _inverse_root(x: Any) -> Any:
+def inverse_root(x: Any) -> Any:
     """A separate function: where sums may be reordered, compilers use an estimate on some CPUs, whose last bit is wrong."""
     return np.float32(1.0) / np.sqrt(x)
 
@@ -142,7 +146,7 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
     squares = np.float32(0.0)
     for h in range(size):
         squares += x_H[h] * x_H[h]
-    scale = _inverse_root(squares / np.float32(size) + epsilon)
+    scale = inverse_root(squares / np.float32(size) + epsilon)
     for h in range(size):
         store(into_H, h, x_H[h] * scale * weight_H[h])
     return scale
@@ -267,7 +271,7 @@ def _quantize_row(x_I: Array, rotated_I: Array, into_I: Array) -> Any:
 
 
 @kernel(ANY_ORDER)
-def _compute_head(
+def compute_head(
     stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
     """Compute one head of a query or key: its norm if the model has one, then the rotation to its position, then the scale."""
@@ -277,7 +281,7 @@ def _compute_head(
         squares = np.float32(0.0)
         for d in range(size):
             squares += to_float32(stored_D[d]) * to_float32(stored_D[d])
-        factor = _inverse_root(squares / np.float32(size) + epsilon)
+        factor = inverse_root(squares / np.float32(size) + epsilon)
     for c in range(size // 2):
         x, y = factor * to_float32(stored_D[2 * c]), factor * to_float32(stored_D[2 * c + 1])
         if norm_D.shape[0]:
@@ -497,7 +501,7 @@ def attend(
     rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
     repeat = output_NO.shape[1] // size // kv_heads
     heads = repeat * kv_heads
-    one, scale = np.float32(1.0), _inverse_root(np.float32(size))
+    one, scale = np.float32(1.0), inverse_root(np.float32(size))
     width = values_BTD.shape[2]
     room = STRETCH * (keys_BKDS.shape[1] + np.max(prompts_N4[:, 3]))
     scores_RX, sums_RD = np.empty((repeat, room), np.float32), np.empty((repeat, width), np.float32)
@@ -513,13 +517,13 @@ def attend(
             at = written_N[n]
             if n + 1 < rows:  # prefetch for the next row while this one is computed
                 count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
-                _prefetch_range(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
-                _prefetch_range(
+                prefetch_range(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
+                prefetch_range(
                     values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
                 )
             offset = (heads + j) * size
             stored_D = qkv_NO[n, offset : offset + size]
-            _compute_head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
+            compute_head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
             for d in range(size):
                 keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
             offset += kv_heads * size
@@ -529,7 +533,7 @@ def attend(
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
-                _compute_head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
+                compute_head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
             _attend_heads(
                 queries_RD,
                 keys_KDS,

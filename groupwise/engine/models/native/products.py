@@ -67,7 +67,8 @@ Sums = list[Any]
 Begin = Callable[[VectorCode, Any, int], Sums]
 """Called with the code, the address of a block's constants, and the number of rows; returns the initial sums."""
 Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
-"""Called with the code, the address of a line of weights, the addresses of all rows, the line's number, and the sums; returns new sums."""
+"""Called with the code, the address of a line of weights, the addresses of all rows, the offset of their inputs, and the sums; returns new
+sums."""
 Finish = Callable[[VectorCode, Any, list[Any], Sums], Sums]
 """Called with the code, the address of a block's constants, the addresses of the rows' scales, and the sums; returns float32 sums."""
 
@@ -95,24 +96,22 @@ def _keep_sums(_: VectorCode, __: Any, ___: list[Any], sums: Sums) -> Sums:
     return sums
 
 
-def _add_floats(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    return _add_fused(code, code.load(line, code.number(0)), rows, number, sums)
+def _add_floats(code: VectorCode, line: Any, rows: list[Any], offset: Any, sums: Sums) -> Sums:
+    return _add_fused(code, code.load(line, code.number(0)), rows, offset, sums)
 
 
-def _add_halves(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    return _add_fused(code, code.load_halves(line, code.number(0)), rows, number, sums)
+def _add_halves(code: VectorCode, line: Any, rows: list[Any], offset: Any, sums: Sums) -> Sums:
+    return _add_fused(code, code.load_halves(line, code.number(0)), rows, offset, sums)
 
 
-def _add_fused(code: VectorCode, weights: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    offset = code.builder.mul(number, code.number(4))
+def _add_fused(code: VectorCode, weights: Any, rows: list[Any], offset: Any, sums: Sums) -> Sums:
     return [
         code.fused(code.spread(row, offset), weights, total)
         for row, total in zip(rows, sums, strict=True)
     ]
 
 
-def _add_pairs(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    offset = code.builder.mul(number, code.number(4))
+def _add_pairs(code: VectorCode, line: Any, rows: list[Any], offset: Any, sums: Sums) -> Sums:
     weights = code.load(line, code.number(0), WORDS)
     return [
         _add_pair(code, total, weights, code.spread(row, offset, WORDS))
@@ -137,8 +136,7 @@ def _begin_bytes(code: VectorCode, constants: Any, rows: int) -> Sums:
     return [code.load(constants, code.number(0), WORDS)] * rows
 
 
-def _add_bytes(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    offset = code.builder.mul(number, code.number(4))
+def _add_bytes(code: VectorCode, line: Any, rows: list[Any], offset: Any, sums: Sums) -> Sums:
     weights = code.load(line, code.number(0), WORDS)
     multiply = code.function("llvm.x86.avx512.vpdpbusd.512", WORDS, [WORDS] * 3)
     return [
@@ -166,6 +164,11 @@ _FLOATS = _Kind(64, 1, _add_floats, _begin_with_bias, _keep_sums)
 _HALVES = _Kind(32, 1, _add_halves, _begin_with_bias, _keep_sums)
 _PAIRS = _Kind(64, 2, _add_pairs, _begin_with_bias, _keep_sums)
 _BYTES = _Kind(64, 4, _add_bytes, _begin_bytes, _scale_bytes, constants=3 * 4 * LANES)
+
+
+def code_for_line(like: Any) -> Add:
+    """The code for rows and weights in the format of an array, by its numba type: float32 or pairs of bfloat16."""
+    return _add_pairs if like.dtype == types.uint16 else _add_floats
 
 
 def _kind_of_product(x_NI: Any, weights: Any) -> _Kind:
@@ -198,7 +201,7 @@ def _add_rank(
 ) -> Sums:
     """Add one rank of an adapter: a row of B, multiplied by the rank's number in every row."""
     line = code.load(up, code.builder.mul(rank, up_stride))
-    return _add_fused(code, line, rows, rank, sums)
+    return _add_fused(code, line, rows, code.builder.mul(rank, code.number(4)), sums)
 
 
 def _tile_code(rows: int) -> Any:
@@ -241,7 +244,8 @@ def _tile_code(rows: int) -> Any:
             def add(number: Any, sums: Sums) -> Sums:
                 code.prefetch(fetched, builder.mul(number, fetched_stride), first_cache=False)
                 line = builder.add(first_line, builder.mul(number, code.number(kind.line)))
-                return kind.add(code, line, x_rows, number, sums)
+                offset = builder.mul(number, code.number(4))
+                return kind.add(code, line, x_rows, offset, sums)
 
             sums = code.loop(lines, kind.begin(code, constants, rows), add)
             sums = kind.finish(code, constants, code.addresses(scales, code.number(4), rows), sums)

@@ -57,5 +57,19 @@ def ready_to_learn(model: NativeModel) -> None:
     compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
     compiled.swiglu(gate_up_N2F, dtype)
     compiled.swiglu_with_gradient(gate_up_N2F, y_NF)
+    from groupwise.engine.models.native import text_attention
+
+    size, empty = LANES, np.empty((0, 2), np.int64)
+    qkv_NO = array(torch.ones(1, 3 * size, dtype=dtype))
+    turns_NC2, no_norm = np.ones((1, size // 2, 2), np.float32), np.empty(0, np.float32)
+    of_heads = turns_NC2, no_norm, no_norm, np.float32(EPSILON), 1
+    texts = np.zeros((1, 4), np.int64), empty
+    d_kv_NXD = np.zeros((1, 2, size), np.float32)
+    out_NO = qkv_NO[:, :size].copy()
+    text_attention.forward(qkv_NO, *of_heads, *texts, out_NO, 0, 0)
+    text_attention.backward(qkv_NO, *of_heads, *texts, out_NO, d_kv_NXD, qkv_NO.copy(), 0, 0)
+    text_attention.finish(
+        qkv_NO, *of_heads[:1], no_norm, np.float32(EPSILON), d_kv_NXD, qkv_NO.copy()
+    )
     likeliest_N = torch.zeros(1, dtype=torch.int64)
     compiled.head_numbers(y_NF, torch.ones(1), likeliest_N, gradient=True, entropy_CV=None)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import (
+    Select,
     Table,
     and_,
     bindparam,
@@ -140,12 +141,22 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
 
 
 def explain(session: Session, unplaced: Unplaced) -> dict[str, Blocked]:
-    """Why the blocked jobs cannot start, by job id, without those that can start now. For a transaction that only reads."""
+    """Why the blocked jobs cannot start, by job id, without those that can start now; only of as many as one `mark` makes pending. For a
+    transaction that only reads."""
     if not unplaced.blocked:
         return {}
     view = capacity.view(session, {job.project for job in unplaced.blocked})
-    found = {job.job_id: view.look(job.resources, job.project, job.key) for job in unplaced.blocked}
-    return {job_id: seen for job_id, seen in found.items() if isinstance(seen, Blocked)}
+    reasons: dict[str, Blocked] = {}
+    remaining = MOST_MARKED
+    for job in unplaced.blocked:
+        placement = view.look(job.resources, job.project, job.key)
+        if isinstance(placement, Blocked):
+            reasons[job.job_id] = placement
+            alike = _queued_of_shape(job, view.now).limit(remaining).subquery()
+            remaining -= session.scalar(select(func.count()).select_from(alike)) or 0
+            if not remaining:
+                break
+    return reasons
 
 
 def mark(session: Session, unplaced: Unplaced, reasons: Mapping[str, Blocked], owner: str) -> bool:
@@ -697,28 +708,26 @@ def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) ->
         events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
+def _queued_of_shape(job: _Candidate, now: float) -> Select[str]:
+    """The job and later ones of the same shape that may start. Not those that wait for a job or a time: they are checked at their turn."""
+    dependencies = Job.request["after"].as_string()
+    has_dependencies = and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
+    return select(Job.job_id).where(
+        QUEUED,
+        Job.shape == job.shape,
+        Job.rank >= job.rank,
+        Job.cancel_requested_at.is_(None),
+        Job.not_before <= now,
+        or_(~has_dependencies, Job.job_id == job.job_id),  # the first job has been checked
+    )
+
+
 def _mark_shape_pending(
     session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
-    dependencies = Job.request["after"].as_string()
-    has_dependencies = and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
-    query = (
-        select(Job.job_id)
-        .where(
-            QUEUED,
-            Job.shape == job.shape,
-            Job.rank >= job.rank,
-            Job.cancel_requested_at.is_(None),
-            # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
-            Job.not_before <= view.now,
-            or_(~has_dependencies, Job.job_id == job.job_id),
-        )
-        .order_by(Job.rank, Job.job_id)
-        .limit(most)
-        .with_for_update(skip_locked=True, key_share=True)
-    )
-    ids = session.scalars(query).all()
+    query = _queued_of_shape(job, view.now).order_by(Job.rank, Job.job_id).limit(most)
+    ids = session.scalars(query.with_for_update(skip_locked=True, key_share=True)).all()
     # A job that waits for its project's quota does not wait for room, so none is withheld for it.
     waits_for_room = view.over_quota(job.resources, job.project) is None
     session.execute(

@@ -20,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import importlib.metadata
+import importlib.util
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import groupwise_bridge
@@ -57,10 +59,19 @@ def _collect_raised() -> Iterator[list[str]]:
 
 
 def load(name: str, args: dict[str, Any]) -> Any:
-    """The environment, by the interface that the installed verifiers has."""
+    """The environment, by the interface that the installed verifiers has. Raises ImportError if it was written for the older one."""
     import verifiers
 
-    return (_Verifiers01 if hasattr(verifiers, "load_environment") else _Verifiers04)(name, args)
+    if hasattr(verifiers, "load_environment"):
+        return _Verifiers01(name, args)
+    found = importlib.util.find_spec(name.rpartition("/")[2].replace("-", "_"))
+    source = Path(found.origin).read_bytes() if found and found.origin else b""
+    if b"def load_environment(" in source:
+        raise ImportError(
+            f"{name} has load_environment, the interface of verifiers 0.1, which the installed {importlib.metadata.version('verifiers')} "
+            "no longer has. Install the environment with --again --with 'verifiers<0.2'."
+        )
+    return _Verifiers04(name, args)
 
 
 class VerifiersAdapter:

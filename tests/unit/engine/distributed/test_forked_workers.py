@@ -17,6 +17,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,13 @@ async def test_each_rank_answers_for_itself(shared):
     assert shared.call_all_now("who") == [*enumerate(shared.processes)]
     assert await shared.call_all("word") == ["hello", "hello"]
     assert await shared.call_each([(1, "add", (1, 2)), (0, "add", (3,))]) == [3, 3]
+
+
+def test_the_zygote_becomes_a_supervisor_without_its_memory(shared):
+    program = Path(f"/proc/{shared.zygote}/cmdline")
+    while b"rank_supervisor" not in program.read_bytes():
+        time.sleep(0.01)
+    assert shared.call_all_now("word") == ["hello", "hello"]
 
 
 def test_a_file_of_the_working_directory_hides_no_module(tmp_path, monkeypatch):

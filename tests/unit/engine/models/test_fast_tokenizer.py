@@ -6,22 +6,36 @@ import pickle
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from groupwise.engine.models.fast_tokenizer import FastTokenizer, read_fast_tokenizer
 from groupwise.engine.models.template_program import run_template
-from tests.chat import SPECIAL, TEMPLATES, chat_tokenizer
+from tests.chat import (
+    SPECIAL,
+    TEMPLATES,
+    byte_level_tokenizer,
+    chat_tokenizer,
+    write_qwen_tokenizer,
+)
 
 NEWER = pytest.mark.skipif(
     version("transformers") < "5.23",
     reason="older releases render thoughts and namespaces otherwise; templates are run as by newer ones",
 )
-TEXTS = ("", "Two and two?", "<|im_start|>user\n", "größer 日本語 🙂\u200b", " a  b\n\n\tc ")
+TEXTS = (
+    "",
+    "I'LL 1234 ab a e\u0301",
+    "Two and two?",
+    "<|im_start|>user\n",
+    "größer 日本語 🙂\u200b",
+    " a  b\n\n\tc ",
+)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, "ü"]}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "<Adds> & 'more'"}}
 CHATS = (
@@ -46,27 +60,44 @@ OWN_TEMPLATE = """{%- set ns = namespace(seen=0) -%}
 {% endfor %}{{ ns.seen }}{{ tools | tojson if tools else documents }}{{ extra }}"""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Both tokenizers of one folder, which has a byte-level vocabulary and tokens of several kinds."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE({text: n for n, text in enumerate(alphabet)}, []))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    plain.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>", "<extra>"])
+def plain_folder(folder: Path) -> Path:
+    plain = byte_level_tokenizer()
     start = ("<|im_start|>", plain.token_to_id("<|im_start|>"))
     plain.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[start]
     )
-    plain.add_tokens([AddedToken("<think>", normalized=False)])
     PreTrainedTokenizerFast(
         tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>",
         extra_special_tokens=["<extra>"], chat_template=OWN_TEMPLATE,
     ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def qwen_folder(folder: Path) -> Path:
+    folder.mkdir()
+    write_qwen_tokenizer(folder, OWN_TEMPLATE)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+def resaved_qwen_folder(folder: Path) -> Path:
+    qwen = qwen_folder(folder.with_name("hub"))
+    Qwen2Tokenizer.from_pretrained(qwen, local_files_only=True).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[plain_folder, qwen_folder, resaved_qwen_folder],
+    ids=lambda f: f.__name__,
+)
+def pair(request, tmp_path_factory):
+    """Both tokenizers of one folder, which has a byte-level vocabulary and tokens of several kinds."""
+    folder = request.param(tmp_path_factory.mktemp("tokenizer") / "made")
     fast = read_fast_tokenizer(folder)
     assert type(fast) is FastTokenizer
-    return fast, PreTrainedTokenizerFast.from_pretrained(folder)
+    return fast, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def untouched(tokenizer):
@@ -166,13 +197,14 @@ def test_what_it_has_not_comes_from_transformers(pair):
     )
     assert isinstance(fast, PreTrainedTokenizerFast)
     fast.add_special_tokens({"pad_token": "<new>"})
-    assert fast("<new>")["input_ids"] == [fast.bos_token_id, len(whole)]
+    assert fast("<new>", add_special_tokens=False)["input_ids"] == [len(whole)]
 
 
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"}),
+        ("tokenizer_config.json", {"add_bos_token": True}),
         ("tokenizer_config.json", {"split_special_tokens": True}),
         ("tokenizer_config.json", {"pad_token": "<not there>"}),
         ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
@@ -182,15 +214,38 @@ def test_what_it_has_not_comes_from_transformers(pair):
 )
 def test_what_transformers_would_change_is_left_to_it(pair, tmp_path, file, change):
     pair[0].save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert read_fast_tokenizer(tmp_path) is not None
     path = tmp_path / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
     assert read_fast_tokenizer(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("config.json", "model_type"),
+        ("tokenizer_config.json", "unk_token"),
+        ("tokenizer_config.json", "added_tokens_decoder.260"),
+        ("tokenizer.json", "model.end_of_word_suffix"),
+        ("tokenizer.json", "added_tokens"),
+    ],
+)
+def test_another_qwen_is_left_to_transformers(tmp_path, file, part):
+    path = qwen_folder(tmp_path / "qwen") / file
+    content = json.loads(path.read_text())
+    *outer, last = part.split(".")
+    owner = content
+    for name in outer:
+        owner = owner[name]
+    del owner[last]
+    path.write_text(json.dumps(content))
+    assert read_fast_tokenizer(path.parent) is None
+
+
 def test_it_imports_no_transformers(pair, tmp_path):
     pair[0].save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     code = f"""
 import sys
 from groupwise.engine.models.config import ModelConfig

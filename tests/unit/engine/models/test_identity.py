@@ -77,7 +77,7 @@ def test_on_the_hub_it_is_the_commit(tmp_path, monkeypatch):
     commits = {None: "aaa", "main": "aaa", "v2": "bbb"}
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download",
-        lambda repo, file, revision: tmp_path / commits[revision] / file,
+        lambda repo, file, revision, **_: tmp_path / commits[revision] / file,
     )
     first = named("org/model")
     assert named("org/model", revision="main") == first

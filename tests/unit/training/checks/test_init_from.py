@@ -261,7 +261,10 @@ def get_rows(split="train"):
     rows = rows.filter(lambda row: row["level"] < 3)
     return rows.map(lambda x: {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": x["q"]}],
                                "answer": number(x["a"])}, remove_columns=["a"])
+CALLS = 0
 def right(completions, answer, **kwargs):
+    global CALLS
+    CALLS = CALLS + 1
     return [float(number(c) == a) for c, a in zip(completions, answer)]
 rows = get_rows()
 trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), rows, peft_config=LoraConfig(r=4))
@@ -369,6 +372,11 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
     config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
     assert config["data"] == {"dataset_name": "a/b"}
     assert told(report) == {"eval_dataset", "system_prompt"}
+
+
+def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
+    config, _ = small("max_seq_length: 300")
+    assert config["sampler"]["max_completion_length"] == 150
 
 
 def test_texts_that_end_a_completion() -> None:

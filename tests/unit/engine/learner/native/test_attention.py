@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.engine.learner.native import piece_attention as pieces
-from groupwise.engine.learner.native.attention import Attention
+from groupwise.engine.learner.native.attention import RotatedAttention
+from groupwise.engine.learner.native.compiled_attention import CompiledAttention
 from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.packed_attention import PackedAttention
-from groupwise.engine.learner.native.piece_attention import piece_attention
 from groupwise.engine.models import varlen
 from groupwise.engine.models.native.forward import text_attention
 from groupwise.engine.models.native.weights import Shape
@@ -30,6 +29,11 @@ LAYOUTS = {
     "a group": [Texts(0, (5,)), Texts(5, (6, 6, 6), (0, 5))], "uneven completions": [Texts(0, (5,)), Texts(5, (6, 4, 3), (0, 5))],
     "two groups": [Texts(0, (19, 17)), Texts(36, (8, 8), (19, 17)), Texts(52, (9, 7), (0, 19)), Texts(68, (2, 1), (0, 19))],
 }  # fmt: skip
+
+LONGER = {
+    **LAYOUTS,
+    "more queries than one group": [Texts(0, (33,)), Texts(33, (90, 64, 47), (0, 33))],
+}
 
 
 def visible(texts: list[Texts], tokens: int) -> Tensor:
@@ -66,19 +70,22 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def found_by(
-    attention: Sequence[Attention], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
+    attention: Sequence[RotatedAttention],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    d_out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """What all sets of texts find, and the gradients of queries, keys and values beside each other."""
-    heads, scale = queries.shape[1], attention[0].query_scale
+    heads = queries.shape[1]
     found = torch.full_like(d_out, torch.nan, dtype=values.dtype)
     gradient = queries.new_full(
         (len(found), heads + 2 * keys.shape[1], queries.shape[2]), torch.nan
     )
     for each in attention:
-        each.forward(queries * scale, keys, values, found)
+        each.forward(queries, keys, values, found)
     for each in attention:
-        each.backward(d_out.to(values.dtype), queries * scale, keys, values, gradient)
-    gradient[:, :heads] *= scale
+        each.backward(d_out.to(values.dtype), queries, keys, values, gradient)
     return found, gradient
 
 
@@ -118,33 +125,79 @@ def varlen_attn(
     return torch.cat(found)
 
 
-WAYS = {
-    "pieces": (piece_attention, 1 << 20, 128),
-    "small pieces": (piece_attention, 600, 4),
-    "smallest pieces": (piece_attention, 1, 1),
-    "fused": (fused_attention, 0, 0),
-    "packed": (lambda *given: [PackedAttention(*given)], 0, 0),
-}
-"""What computes it, and how much at once."""
+WAYS = {"fused": fused_attention, "packed": lambda *given: [PackedAttention(*given)]}
 
 
 @pytest.fixture(params=WAYS)
 def attention_of(request, monkeypatch):
     """Something that makes attention of texts."""
-    made, scores, queries_at_once = WAYS[request.param]
-    monkeypatch.setattr(pieces, "SCORES", scores)
-    monkeypatch.setattr(pieces, "QUERIES", queries_at_once)
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: varlen_attn)
-    return made
+    return WAYS[request.param]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_and_gradients(name, attention_of):
-    """However the work is cut into pieces."""
     texts = LAYOUTS[name]
     given = inputs(texts[-1].end)
     found = found_by(attention_of(SHAPE, texts, torch.device("cpu")), *given)
     torch.testing.assert_close(found, wanted_of(texts, *given))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("norms", [True, False], ids=["norms of heads", "no norms"])
+@pytest.mark.parametrize("name", LONGER)
+def test_compiled_values_and_gradients(name, norms, dtype, close, threads):
+    """With rotations and norms of heads; on several threads they have the same bits."""
+    texts = LONGER[name]
+    tokens = texts[-1].end
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    qkv, d_out = drawn(tokens, 8 * 6).to(dtype), drawn(tokens, 24).to(dtype)
+    rotations = torch.polar(0.5 + torch.rand(tokens, 1, 3, generator=generator), torch.ones(1))
+    weights = [1 + 0.1 * drawn(6) for _ in range(2)] if norms else [None, None]
+    layer: Any = SimpleNamespace(
+        **{
+            name: None if weight is None else weight.float()
+            for name, weight in zip(("query_norm_D", "key_norm_D"), weights, strict=True)
+        }
+    )
+    leaf = qkv.double().requires_grad_()
+    queries, keys, values = leaf.view(tokens, 8, 6).split([4, 2, 2], dim=1)
+    rotated = (
+        turned(x, weight, rotations) for x, weight in zip((queries, keys), weights, strict=True)
+    )
+    wanted = plain(texts, *rotated, values)
+    (wanted_gradient,) = torch.autograd.grad(wanted, leaf, d_out.double())
+
+    model: Any = SimpleNamespace(shape=SHAPE)
+    before = torch.get_num_threads()
+    found: list[tuple[Tensor, Tensor]] = []
+    try:
+        for count in {1, threads}:
+            torch.set_num_threads(count)
+            each = CompiledAttention(model, rotations, texts)
+            found.append((each.forward(layer, qkv), each.backward(layer, qkv, d_out)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(mine, other) for mine, other in zip(found[0], found[-1], strict=True))
+    for mine, expected in zip(found[0], (wanted.detach(), wanted_gradient), strict=True):
+        assert mine.dtype == dtype
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(mine.double(), expected, rtol=close, atol=close * scale)
+
+
+def turned(x: Tensor, weight: Tensor | None, rotations: Tensor) -> Tensor:
+    """Heads after their norm and rotation."""
+    if weight is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + SHAPE.epsilon).rsqrt() * weight
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotations).flatten(-2)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -158,16 +211,6 @@ def test_fused_kernels_find_what_the_sampler_does(size):
     values = values.bfloat16()
     (each,) = fused_attention(shape, [Texts(0, (9,))], torch.device("cpu"))
     found = torch.empty(9, 2 * size, dtype=torch.bfloat16)
-    each.forward(queries * each.query_scale, keys, values, found)
+    each.forward(queries, keys, values, found)
     model: Any = SimpleNamespace(dtype=torch.bfloat16)
     assert torch.equal(found, text_attention(model, queries, keys, values))
-
-
-def test_long_texts_are_computed_in_pieces_of_bounded_size():
-    shape = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, vocabulary=10, epsilon=1e-5)
-    texts = Texts(800, (1024,) * 8, (0, 800))
-    (each,) = piece_attention(shape, [texts], torch.device("cpu"))
-    for piece in each._attention_pieces():
-        members = piece.texts.stop - piece.texts.start
-        queries = piece.queries.stop - piece.queries.start
-        assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * pieces.SCORES

@@ -16,7 +16,7 @@ from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel
 from groupwise.engine.models.lora_config import new_lora_config
-from groupwise.engine.models.native import kernels, products
+from groupwise.engine.models.native import kernels, products, text_attention
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
@@ -26,6 +26,7 @@ from tests.unit.engine.models.native.families import adapted, family
 KEPT = {
     kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend", "quantize"),
     products: ("narrow", "product"),
+    text_attention: ("forward", "backward", "finish"),
 }
 FORMATS = [torch.bfloat16, torch.float32]
 
@@ -79,5 +80,6 @@ def test_a_learner(called, numbers, tmp_path):
     rows = [Row((5, 6, 7), (8, 9, 10), (1,) * 3, (-5.0,) * 3, sign, 1.0) for sign in (-1.0, 1.0)]
     loss = make("dr_grpo", {}).loss_spec()
     asyncio.run(learner.forward_backward(rows, loss, {"policy": 6.0}))
-    assert {name for name, *_ in called} == {"norm", "norm_gradient", "swiglu", "swiglu_gradient"}
+    between = {"norm", "norm_gradient", "swiglu", "swiglu_gradient"}
+    assert {name for name, *_ in called} == between | {"forward", "backward", "finish"}
     assert called == before

@@ -1,0 +1,720 @@
+"""Attention of whole texts to themselves and to a shared prompt, with its gradient, compiled for the CPU by numba: the learner's.
+
+With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
+`dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is recomputed in the backward pass.
+
+Work is done for 16 queries of a head at a time, with the blocks of 16 keys that one of them sees and no others, so scores never leave the
+cache. A vector of scores is one key's, with the 16 queries. Scores are products of float32, as in the sampler; P and dS are rounded to the
+number format of the values, and sums are float32.
+
+All products are of two packed matrices, and a tile of the result is 16 × 16. A packed matrix is a sequence of lines of 16 words; a word is
+a number, or for bfloat16 a pair that lies along the axis that is summed, as in `groupwise.engine.models.native.products`. `_pack_along`
+makes lines of 16 rows, for sums over its columns; `_pack_across` makes lines of 16 columns, for sums over its rows. A prompt is packed once
+for the texts that see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+from groupwise.engine.models.native.facts import LANES
+from groupwise.engine.models.native.kernel_cache import kernel
+from groupwise.engine.models.native.kernels import (
+    ANY_ORDER,
+    BITS_PER_NAT,
+    EXP_POLYNOMIAL,
+    LOG_2_HIGH,
+    LOG_2_LOW,
+    LOWEST,
+    ROUNDING_KEPT,
+    compute_head,
+    inverse_root,
+    prefetch_range,
+    store,
+    to_float32,
+)
+from groupwise.engine.models.native.products import LARGE, code_for_line
+from groupwise.engine.models.native.vector_code import FLOATS, HALVES, WORDS, VectorCode
+
+Array = NDArray[Any]
+
+TILE = LANES
+"""Queries that are computed at once; also the keys of a block."""
+GROUP = 64
+"""Queries over which a gradient of keys and values is summed at once."""
+AHEAD = 8
+"""How many rows ahead memory is fetched: the rows of a head lie far apart."""
+LINE = 4 * LANES
+"""Bytes of a line."""
+
+
+def _together(like: Any) -> Any:
+    """How many numbers of the format of `like` one word of 4 bytes holds."""
+    raise NotImplementedError  # numba compiles the overload below
+
+
+@overload(_together)
+def _together_of(like: Any) -> Callable[[Any], Any]:
+    count = 2 if like.dtype == types.uint16 else 1
+
+    def number(like: Any) -> Any:
+        return count
+
+    return number
+
+
+def _tile_code(*, adding: bool, of_group: bool) -> Any:
+    """Code for `LARGE` rows of a tile.
+
+    Its arguments are an array in the number format, the address of the rows' first words, the distance of their next words, the address of
+    the lines, their number, and the address and distance of the rows of the result, to which the products are added if `adding`. Rows
+    are words of a line, or with `of_group` `GROUP` numbers each. Distances are in bytes.
+    """
+
+    def typed(
+        _: Any, like: Any, words: Any, step: Any, lines: Any, count: Any, into: Any, stride: Any
+    ) -> Any:
+        add_line = code_for_line(like)
+        row_bytes = GROUP * like.dtype.bitwidth // 8 if of_group else 4
+
+        def tile(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            _, words, step, lines, count, into, stride = args
+            code = VectorCode(builder)
+            rows = code.addresses(words, code.number(row_bytes), LARGE)
+            outputs = code.addresses(into, stride, LARGE)
+            zero = code.number(0)
+
+            def add(number: Any, sums: list[Any]) -> list[Any]:
+                line = builder.add(lines, builder.mul(number, code.number(LINE)))
+                return add_line(code, line, rows, builder.mul(number, step), sums)
+
+            nothing = ir.Constant(FLOATS, [0.0] * LANES)
+            begun = [code.load(output, zero) if adding else nothing for output in outputs]
+            for total, output in zip(code.loop(count, begun, add), outputs, strict=True):
+                code.store(total, output, zero)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 6), tile
+
+    return intrinsic(typed)
+
+
+_write_part, _add_part = (
+    _tile_code(adding=False, of_group=False),
+    _tile_code(adding=True, of_group=True),
+)
+
+
+@kernel(ROUNDING_KEPT)
+def _write_tile(like: Array, words: Any, lines: Any, count: Any, into: Any, stride: Any) -> None:
+    """Write the products of two sequences of lines; the first has the rows of the result, the second its columns."""
+    for n in range(0, TILE, LARGE):
+        _write_part(like, words + 4 * n, LINE, lines, count, into + n * stride, stride)
+
+
+@kernel(ROUNDING_KEPT)
+def _add_tile(like: Array, words: Any, lines: Any, count: Any, into: Any, stride: Any) -> None:
+    """Add the products of 16 rows of `GROUP` numbers with a sequence of lines."""
+    row_bytes = 4 * GROUP // _together(like)
+    for n in range(0, TILE, LARGE):
+        _add_part(like, words + n * row_bytes, 4, lines, count, into + n * stride, stride)
+
+
+# Packing
+
+
+@kernel(ROUNDING_KEPT)
+def _bits(number: Any) -> Any:
+    return np.float32(number).view(np.uint32)
+
+
+@kernel(ROUNDING_KEPT)
+def _pair(lower: Any, upper: Any) -> Any:
+    """Two float32 numbers as bfloat16, rounded half to even, in one word."""
+    low, high = _bits(lower), _bits(upper)
+    low = np.uint32(low + np.uint32(0x7FFF) + ((low >> np.uint32(16)) & np.uint32(1)))
+    high = np.uint32(high + np.uint32(0x7FFF) + ((high >> np.uint32(16)) & np.uint32(1)))
+    return np.uint32((high & np.uint32(0xFFFF0000)) | (low >> np.uint32(16)))
+
+
+@kernel(ROUNDING_KEPT)
+def _prefetch_columns(rows_NO: Array, row: Any, column: Any, size: Any) -> None:
+    """Start to fetch a part of a row, which need not exist."""
+    width = rows_NO.itemsize
+    prefetch_range(rows_NO.ctypes.data + row * rows_NO.strides[0] + width * column, width * size)
+
+
+@kernel(ROUNDING_KEPT)
+def _widen(rows_NO: Array, column: Any, size: Any, first: Any, count: Any, into_ND: Array) -> None:
+    """Copy some columns of rows as float32; missing rows up to a multiple of 16, and missing columns, become 0."""
+    for n in range(count):
+        _prefetch_columns(rows_NO, first + n + AHEAD, column, size)
+        row_D, into_D = rows_NO[first + n, column : column + size], into_ND[n]
+        for d in range(size):
+            into_D[d] = to_float32(row_D[d])
+        into_D[size:] = np.float32(0.0)
+    into_ND[count : _padded(count)] = np.float32(0.0)
+
+
+@kernel(ROUNDING_KEPT)
+def _rotate(
+    rows_NO: Array,
+    column: Any,
+    turns_NC2: Array,
+    norm_D: Array,
+    epsilon: Any,
+    scale: Any,
+    first: Any,
+    count: Any,
+    into_ND: Array,
+) -> None:
+    """Compute the heads of rows that begin at a column, as `kernels.compute_head` does; the rest as in `_widen`."""
+    size = 2 * turns_NC2.shape[1]
+    for n in range(count):
+        _prefetch_columns(rows_NO, first + n + AHEAD, column, size)
+        row_D, into_D = rows_NO[first + n, column : column + size], into_ND[n]
+        compute_head(row_D, norm_D, epsilon, turns_NC2[first + n], scale, into_D[:size])
+        into_D[size:] = np.float32(0.0)
+    into_ND[count : _padded(count)] = np.float32(0.0)
+
+
+@kernel(ANY_ORDER)
+def _store_head_gradient(
+    d_D: Array,
+    row_D: Array,
+    norm_D: Array,
+    epsilon: Any,
+    turn_C2: Array,
+    scale: Any,
+    into_D: Array,
+) -> None:
+    """Store the gradient of the input of `kernels.compute_head`, from that of its result, which is overwritten."""
+    size = into_D.shape[0]
+    for c in range(size // 2):
+        x, y = d_D[2 * c], d_D[2 * c + 1]
+        cos, sin = turn_C2[c, 0] * scale, turn_C2[c, 1] * scale
+        d_D[2 * c] = x * cos + y * sin
+        d_D[2 * c + 1] = y * cos - x * sin
+    if norm_D.shape[0]:
+        squares, along = np.float32(0.0), np.float32(0.0)
+        for d in range(size):
+            x = to_float32(row_D[d])
+            squares += x * x
+            along += d_D[d] * norm_D[d] * x
+        factor = inverse_root(squares / np.float32(size) + epsilon)
+        share = factor * factor * factor * along / np.float32(size)
+        for d in range(size):
+            d_D[d] = factor * d_D[d] * norm_D[d] - share * to_float32(row_D[d])
+    for d in range(size):
+        store(into_D, d, d_D[d])
+
+
+@kernel(ROUNDING_KEPT)
+def _padded(count: Any) -> Any:
+    """The next multiple of 16."""
+    return (count + TILE - 1) // TILE * TILE
+
+
+@kernel(ROUNDING_KEPT)
+def _pack_across(rows_ND: Array, count: Any, like: Array, into_BNS: Array, first: Any) -> None:
+    """Write float32 rows as lines of 16 columns, [D / 16, N / together, 16], from this line on."""
+    together = _together(like)
+    for block in range(into_BNS.shape[0]):
+        start = block * LANES
+        for n in range(0, count, together):
+            into_S = into_BNS[block, first + n // together]
+            lower_S = rows_ND[n, start : start + LANES]
+            if together == 2:
+                upper_S = rows_ND[n + 1, start : start + LANES]
+                for lane in range(LANES):
+                    into_S[lane] = _pair(lower_S[lane], upper_S[lane])
+            else:
+                for lane in range(LANES):
+                    into_S[lane] = _bits(lower_S[lane])
+
+
+@kernel(ROUNDING_KEPT)
+def _pack_along(rows_ND: Array, count: Any, like: Array, into_BDS: Array, first: Any) -> None:
+    """Write float32 rows as lines of 16 rows, [N / 16, D / together, 16], from this block on."""
+    together = _together(like)
+    for block in range(count // LANES):
+        into_DS = into_BDS[first + block]
+        rows_SD = rows_ND[block * LANES : (block + 1) * LANES]
+        for d in range(0, rows_ND.shape[1], together):
+            into_S = into_DS[d // together]
+            if together == 2:
+                for lane in range(LANES):
+                    into_S[lane] = _pair(rows_SD[lane, d], rows_SD[lane, d + 1])
+            else:
+                for lane in range(LANES):
+                    into_S[lane] = _bits(rows_SD[lane, d])
+
+
+# Softmax
+
+
+def _exp(code: VectorCode, x: Any) -> Any:
+    """What `kernels.exp` computes, and 0 where that is no normal float32."""
+    builder = code.builder
+
+    def spread(number: Any) -> Any:
+        return ir.Constant(FLOATS, [float(number)] * LANES)
+
+    def fused(left: Any, right: Any, more: float) -> Any:
+        return code.fused(left, right, spread(more))
+
+    floor = code.function("llvm.floor.v16f32", FLOATS, [FLOATS])
+    k = builder.call(floor, [fused(x, spread(BITS_PER_NAT), 0.5)])
+    r = code.fused(k, spread(-LOG_2_HIGH), x)
+    r = code.fused(k, spread(-LOG_2_LOW), r)
+    p = spread(EXP_POLYNOMIAL[0])
+    for factor in EXP_POLYNOMIAL[1:]:
+        p = fused(p, r, factor)
+    p = builder.fadd(code.fused(builder.fmul(p, r), r, r), spread(1.0))
+    exponent = builder.add(builder.fptosi(k, WORDS), ir.Constant(WORDS, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(WORDS, [23] * LANES)), FLOATS)
+    low = builder.fcmp_ordered("<", x, spread(LOWEST))
+    return builder.select(low, spread(0.0), builder.fmul(p, power))
+
+
+def _rounded(code: VectorCode, numbers: Any) -> Any:
+    """Words whose upper halves are the numbers as bfloat16, rounded half to even."""
+    builder = code.builder
+    bits, sixteen = builder.bitcast(numbers, WORDS), ir.Constant(WORDS, [16] * LANES)
+    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(WORDS, [1] * LANES))
+    return builder.add(builder.add(bits, ir.Constant(WORDS, [0x7FFF] * LANES)), odd)
+
+
+def _store_numbers(code: VectorCode, numbers: Any, address: Any, *, halves: bool) -> None:
+    if halves:
+        upper = code.builder.lshr(_rounded(code, numbers), ir.Constant(WORDS, [16] * LANES))
+        numbers = code.builder.trunc(upper, HALVES)
+    code.store(numbers, address, code.number(0))
+
+
+def _store_lines(code: VectorCode, vectors: Any, first: Any, address: Any, *, halves: bool) -> None:
+    """Store two vectors, the number of the first of which is `first`, as one line of pairs or two lines of numbers."""
+    builder = code.builder
+    if halves:
+        low, high = (_rounded(code, vector) for vector in vectors)
+        upper = builder.and_(high, ir.Constant(WORDS, [0xFFFF0000] * LANES))
+        low = builder.lshr(low, ir.Constant(WORDS, [16] * LANES))
+        offset = builder.mul(first, code.number(LINE // 2))
+        code.store(builder.or_(upper, low), address, offset)
+        return
+    for number, vector in enumerate(vectors):
+        code.store(
+            vector, address, builder.mul(builder.add(first, code.number(number)), code.number(LINE))
+        )
+
+
+def _highest(code: VectorCode, scores: Any, count: Any) -> Any:
+    """The highest of each column of lines of scores."""
+
+    def compare(number: Any, now: list[Any]) -> list[Any]:
+        line = code.load(scores, code.builder.mul(number, code.number(LINE)))
+        return [code.builder.select(code.builder.fcmp_ordered(">", line, now[0]), line, now[0])]
+
+    return code.loop(count, [ir.Constant(FLOATS, [float("-inf")] * LANES)], compare)[0]
+
+
+def _typed_softmax(_: Any, like: Any, scores: Any, count: Any, weights: Any, totals: Any) -> Any:
+    halves = like.dtype == types.uint16
+
+    def softmax(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        _, scores, count, weights, totals = args
+        code = VectorCode(builder)
+        highest = _highest(code, scores, count)
+
+        def weigh(pair: Any, now: list[Any]) -> list[Any]:
+            first = builder.mul(pair, code.number(2))
+            start = builder.mul(first, code.number(LINE))
+            vectors = [
+                _exp(code, builder.fsub(code.load(scores, offset), highest))
+                for offset in (start, builder.add(start, code.number(LINE)))
+            ]
+            _store_lines(code, vectors, first, weights, halves=halves)
+            return [builder.fadd(total, vector) for total, vector in zip(now, vectors, strict=True)]
+
+        nothing = ir.Constant(FLOATS, [0.0] * LANES)
+        both = code.loop(builder.sdiv(count, code.number(2)), [nothing, nothing], weigh)
+        code.store(builder.fadd(*both), totals, code.number(0))
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 4), softmax
+
+
+_softmax: Any = intrinsic(_typed_softmax)
+"""Called with an array in the number format, the address and number of lines of scores, the address for their weights
+`exp(score − highest)` as lines for a sum over keys, and the address for 16 sums of weights."""
+
+
+def _typed_gradient(
+    _: Any, like: Any, scores: Any, d_p: Any, count: Any, p: Any, d: Any, lines: Any
+) -> Any:
+    halves = like.dtype == types.uint16
+    row_bytes = GROUP * like.dtype.bitwidth // 8
+
+    def gradient(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        _, scores, d_p, count, p, d, lines = args
+        code = VectorCode(builder)
+        highest = _highest(code, scores, count)
+
+        def weigh(number: Any, now: list[Any]) -> list[Any]:
+            offset = builder.mul(number, code.number(LINE))
+            weight = _exp(code, builder.fsub(code.load(scores, offset), highest))
+            code.store(weight, scores, offset)
+            return [
+                builder.fadd(now[0], weight),
+                code.fused(weight, code.load(d_p, offset), now[1]),
+            ]
+
+        nothing = ir.Constant(FLOATS, [0.0] * LANES)
+        total, along = code.loop(count, [nothing, nothing], weigh)
+        inverse = builder.fdiv(ir.Constant(FLOATS, [1.0] * LANES), total)
+        along = builder.fmul(along, inverse)
+
+        def write(pair: Any, _: list[Any]) -> list[Any]:
+            first = builder.mul(pair, code.number(2))
+            gradients: list[Any] = []
+            for number in (first, builder.add(first, code.number(1))):
+                offset = builder.mul(number, code.number(LINE))
+                probability = builder.fmul(code.load(scores, offset), inverse)
+                difference = builder.fsub(code.load(d_p, offset), along)
+                gradients.append(builder.fmul(probability, difference))
+                row = builder.mul(number, code.number(row_bytes))
+                for vector, address in ((probability, p), (gradients[-1], d)):
+                    _store_numbers(code, vector, builder.add(address, row), halves=halves)
+            _store_lines(code, gradients, first, lines, halves=halves)
+            return []
+
+        code.loop(builder.sdiv(count, code.number(2)), [], write)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 6), gradient
+
+
+_softmax_gradient: Any = intrinsic(_typed_gradient)
+"""Called with an array in the number format, the addresses of lines of scores and of dP, their number, and the addresses for P and for dS
+with a row of `GROUP` numbers for each key, and for dS as lines for a sum over keys. Overwrites the scores."""
+
+
+@kernel(ROUNDING_KEPT)
+def _hide(scores_CQ: Array, prompt: Any, own: Any) -> None:
+    """Give the score -inf to the keys that pad the prompt, and in the last block to those after a query."""
+    scores_CQ[prompt:own] = -np.inf
+    for c in range(1, TILE):
+        scores_CQ[len(scores_CQ) - TILE + c, :c] = -np.inf
+
+
+# Both passes
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def forward(
+    qkv_NO: Array,
+    turns_NC2: Array,
+    query_norm_D: Array,
+    key_norm_D: Array,
+    epsilon: Any,
+    kv_heads: int,
+    texts_M4: Array,
+    chains_K2: Array,
+    out_NO: Array,
+    first_unit: int,
+    last_unit: int,
+) -> None:
+    """Write the outputs for some units: unit u is key head u % J of chain u // J.
+
+    `qkv_NO` holds queries, keys and values as the product returned them; `turns_NC2` are cosines and sines; norms of heads are empty if the
+    model has none. Each text has its start, its length, and the start and length of the prompt that it sees; each chain has
+    its first text and the one after its last, which all see the same prompt.
+    """
+    size, together = 2 * turns_NC2.shape[1], _together(qkv_NO)
+    heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, _padded(size)
+    repeat, one, scale = heads // kv_heads, np.float32(1.0), inverse_root(np.float32(size))
+    longest, room = _room(texts_M4)
+    rows_LD = np.empty((longest, width), np.float32)
+    queries_BDS = np.empty((longest // TILE, width, LANES), np.uint32)
+    keys_BDS = np.empty((room // LANES, width, LANES), np.uint32)
+    values_BCS = np.empty((width // LANES, room // together, LANES), np.uint32)
+    # Numba frees an array after its last use by name, so what is used by its address alone is a part of another.
+    scores_2CQ = np.empty((2, room, TILE), np.float32)
+    sums_QD = np.empty((TILE, width), np.float32)
+    totals_Q = np.empty(TILE, np.float32)
+    queries, keys, values = queries_BDS.ctypes.data, keys_BDS.ctypes.data, values_BCS.ctypes.data
+    scores, sums = scores_2CQ.ctypes.data, sums_QD.ctypes.data
+    weights = scores + room * LINE
+    totals = totals_Q.ctypes.data
+    for unit in range(first_unit, last_unit):
+        chain, j = unit // kv_heads, unit % kv_heads
+        key = (heads + j) * size
+        value = key + kv_heads * size
+        for m in range(chains_K2[chain, 0], chains_K2[chain, 1]):
+            start, length, prompt_start, prompt = texts_M4[m]
+            own = _padded(prompt)
+            if prompt and m == chains_K2[chain, 0]:
+                _rotate(
+                    qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, prompt_start, prompt, rows_LD
+                )
+                _pack_along(rows_LD, own, rows_LD, keys_BDS, 0)
+                _widen(qkv_NO, value, size, prompt_start, prompt, rows_LD)
+                _pack_across(rows_LD, own, qkv_NO, values_BCS, 0)
+            _rotate(qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, start, length, rows_LD)
+            _pack_along(rows_LD, _padded(length), rows_LD, keys_BDS, own // LANES)
+            _widen(qkv_NO, value, size, start, length, rows_LD)
+            _pack_across(rows_LD, _padded(length), qkv_NO, values_BCS, own // together)
+            for h in range(j * repeat, (j + 1) * repeat):
+                _rotate(
+                    qkv_NO,
+                    h * size,
+                    turns_NC2,
+                    query_norm_D,
+                    epsilon,
+                    scale,
+                    start,
+                    length,
+                    rows_LD,
+                )
+                _pack_along(rows_LD, _padded(length), rows_LD, queries_BDS, 0)
+                for q in range(0, length, TILE):
+                    columns, query = own + q + TILE, queries + 4 * q * width
+                    for c in range(0, columns, LANES):
+                        _write_tile(
+                            rows_LD, keys + 4 * c * width, query, width, scores + c * LINE, LINE
+                        )
+                    _hide(scores_2CQ[0, :columns], prompt, own)
+                    _softmax(qkv_NO, scores, columns, weights, totals)
+                    count = columns // together
+                    for block in range(width // LANES):
+                        _write_tile(
+                            qkv_NO,
+                            weights,
+                            values + LINE * block * (room // together),
+                            count,
+                            sums + LINE * block,
+                            4 * width,
+                        )
+                    for i in range(min(TILE, length - q)):
+                        out_D, sums_D = out_NO[start + q + i, h * size : (h + 1) * size], sums_QD[i]
+                        inverse = np.float32(1.0) / totals_Q[i]
+                        for d in range(size):
+                            store(out_D, d, sums_D[d] * inverse)
+
+
+@kernel(ROUNDING_KEPT)
+def _room(texts_M4: Array) -> Any:
+    """The most tokens of a text or prompt, and the most keys that a text sees, both with padding."""
+    longest, room = 0, 0
+    for m in range(len(texts_M4)):
+        length, prompt = _padded(texts_M4[m, 1]), _padded(texts_M4[m, 3])
+        longest, room = max(longest, length, prompt), max(room, length + prompt)
+    return longest, room
+
+
+@kernel(ROUNDING_KEPT)
+def _add_key_gradients(
+    like: Array, group: Any, end: Any, own: Any, weights_CG: Array, lines_BGS: Array, into_CD: Array
+) -> None:
+    """Add the products of keys' weights for the queries of a group, with the lines of these queries."""
+    together, width = _together(like), into_CD.shape[1]
+    weights, lines, into = weights_CG.ctypes.data, lines_BGS.ctypes.data, into_CD.ctypes.data
+    for c in range(0, own + end, LANES):
+        # The group's queries before these keys do not see them.
+        before = max(0, c - own - group)
+        words = weights + (c * GROUP + before) * weights_CG.itemsize
+        for block in range(width // LANES):
+            line = lines + LINE * (block * (GROUP // together) + before // together)
+            at, count = into + 4 * c * width + LINE * block, (end - group - before) // together
+            _add_tile(like, words, line, count, at, 4 * width)
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def backward(
+    qkv_NO: Array,
+    turns_NC2: Array,
+    query_norm_D: Array,
+    key_norm_D: Array,
+    epsilon: Any,
+    kv_heads: int,
+    texts_M4: Array,
+    chains_K2: Array,
+    d_out_NO: Array,
+    d_kv_NXD: Array,
+    d_qkv_NO: Array,
+    first_unit: int,
+    last_unit: int,
+) -> None:
+    """Write the gradients of the texts' queries into `d_qkv_NO`; see `forward`.
+
+    Those of rotated keys, and after them of values, are written into `d_kv_NXD`, and added for the prompts, whose own must have been
+    written before. When all units are done, `finish` takes them from there.
+    """
+    size, together = 2 * turns_NC2.shape[1], _together(qkv_NO)
+    heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, _padded(size)
+    repeat, one, scale = heads // kv_heads, np.float32(1.0), inverse_root(np.float32(size))
+    longest, room = _room(texts_M4)
+    rows_LD = np.empty((longest, width), np.float32)
+    d_out_LD = np.empty((longest, width), np.float32)
+    queries_BDS = np.empty((longest // TILE, width, LANES), np.uint32)
+    d_out_BDS = np.empty((longest // TILE, width // together, LANES), np.uint32)
+    keys_BDS = np.empty((room // LANES, width, LANES), np.uint32)
+    values_BDS = np.empty((room // LANES, width // together, LANES), np.uint32)
+    keys_BCS = np.empty((width // LANES, room // together, LANES), np.uint32)
+    queries_BGS = np.empty((width // LANES, GROUP // together, LANES), np.uint32)
+    d_out_BGS = np.empty((width // LANES, GROUP // together, LANES), np.uint32)
+    scores_3CQ = np.empty((3, room, TILE), np.float32)  # as in `forward`
+    p_CG, d_CG = np.empty((room, GROUP), qkv_NO.dtype), np.empty((room, GROUP), qkv_NO.dtype)
+    d_queries_QD = np.empty((TILE, width), np.float32)
+    d_keys_CD, d_values_CD = (
+        np.empty((room, width), np.float32),
+        np.empty((room, width), np.float32),
+    )
+    queries, keys, keys_across = queries_BDS.ctypes.data, keys_BDS.ctypes.data, keys_BCS.ctypes.data
+    values, d_out = values_BDS.ctypes.data, d_out_BDS.ctypes.data
+    scores = scores_3CQ.ctypes.data
+    d_p, d_scores = scores + room * LINE, scores + 2 * room * LINE
+    p_begin, d_begin, d_queries = p_CG.ctypes.data, d_CG.ctypes.data, d_queries_QD.ctypes.data
+    for unit in range(first_unit, last_unit):
+        chain, j = unit // kv_heads, unit % kv_heads
+        first, last = chains_K2[chain]
+        key = (heads + j) * size
+        value = key + kv_heads * size
+        for m in range(first, last):
+            start, length, prompt_start, prompt = texts_M4[m]
+            own, padded = _padded(prompt), _padded(length)
+            if prompt and m == first:
+                d_keys_CD[:own] = np.float32(0.0)
+                d_values_CD[:own] = np.float32(0.0)
+                _rotate(
+                    qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, prompt_start, prompt, rows_LD
+                )
+                _pack_along(rows_LD, own, rows_LD, keys_BDS, 0)
+                _pack_across(rows_LD, own, qkv_NO, keys_BCS, 0)
+                _widen(qkv_NO, value, size, prompt_start, prompt, rows_LD)
+                _pack_along(rows_LD, own, qkv_NO, values_BDS, 0)
+            _rotate(qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, start, length, rows_LD)
+            _pack_along(rows_LD, padded, rows_LD, keys_BDS, own // LANES)
+            _pack_across(rows_LD, padded, qkv_NO, keys_BCS, own // together)
+            _widen(qkv_NO, value, size, start, length, rows_LD)
+            _pack_along(rows_LD, padded, qkv_NO, values_BDS, own // LANES)
+            d_keys_CD[own : own + padded] = np.float32(0.0)
+            d_values_CD[own : own + padded] = np.float32(0.0)
+            for h in range(j * repeat, (j + 1) * repeat):
+                _rotate(
+                    qkv_NO,
+                    h * size,
+                    turns_NC2,
+                    query_norm_D,
+                    epsilon,
+                    scale,
+                    start,
+                    length,
+                    rows_LD,
+                )
+                _pack_along(rows_LD, padded, rows_LD, queries_BDS, 0)
+                _widen(d_out_NO, h * size, size, start, length, d_out_LD)
+                _pack_along(d_out_LD, padded, qkv_NO, d_out_BDS, 0)
+                for group in range(0, padded, GROUP):
+                    end = min(padded, group + GROUP)
+                    _pack_across(rows_LD[group:end], end - group, qkv_NO, queries_BGS, 0)
+                    _pack_across(d_out_LD[group:end], end - group, qkv_NO, d_out_BGS, 0)
+                    for q in range(group, end, TILE):
+                        columns = own + q + TILE
+                        query, d_output = (
+                            queries + 4 * q * width,
+                            d_out + 4 * q * (width // together),
+                        )
+                        for c in range(0, columns, LANES):
+                            _write_tile(
+                                rows_LD,
+                                keys + 4 * c * width,
+                                query,
+                                width,
+                                scores + c * LINE,
+                                LINE,
+                            )
+                            _write_tile(
+                                qkv_NO,
+                                values + 4 * c * (width // together),
+                                d_output,
+                                width // together,
+                                d_p + c * LINE,
+                                LINE,
+                            )
+                        _hide(scores_3CQ[0, :columns], prompt, own)
+                        within = (q - group) * p_CG.itemsize
+                        _softmax_gradient(
+                            qkv_NO,
+                            scores,
+                            d_p,
+                            columns,
+                            p_begin + within,
+                            d_begin + within,
+                            d_scores,
+                        )
+                        for block in range(width // LANES):
+                            _write_tile(
+                                qkv_NO,
+                                d_scores,
+                                keys_across + LINE * block * (room // together),
+                                columns // together,
+                                d_queries + LINE * block,
+                                4 * width,
+                            )
+                        for i in range(min(TILE, length - q)):
+                            n, columns_D = start + q + i, slice(h * size, (h + 1) * size)
+                            _store_head_gradient(
+                                d_queries_QD[i],
+                                qkv_NO[n, columns_D],
+                                query_norm_D,
+                                epsilon,
+                                turns_NC2[n],
+                                scale,
+                                d_qkv_NO[n, columns_D],
+                            )
+                    _add_key_gradients(qkv_NO, group, end, own, p_CG, d_out_BGS, d_values_CD)
+                    _add_key_gradients(qkv_NO, group, end, own, d_CG, queries_BGS, d_keys_CD)
+            d_kv_NXD[start : start + length, j] = d_keys_CD[own : own + length, :size]
+            d_kv_NXD[start : start + length, kv_heads + j] = d_values_CD[own : own + length, :size]
+        prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
+        d_kv_NXD[prompt_start : prompt_start + prompt, j] += d_keys_CD[:prompt, :size]
+        d_kv_NXD[prompt_start : prompt_start + prompt, kv_heads + j] += d_values_CD[:prompt, :size]
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def finish(
+    qkv_NO: Array,
+    turns_NC2: Array,
+    key_norm_D: Array,
+    epsilon: Any,
+    d_kv_NXD: Array,
+    d_qkv_NO: Array,
+) -> None:
+    """Write the gradients of keys and values, from those in `d_kv_NXD`, which is overwritten; see `backward`."""
+    rows, kv_heads, size = len(d_kv_NXD), d_kv_NXD.shape[1] // 2, d_kv_NXD.shape[2]
+    first = qkv_NO.shape[1] - 2 * kv_heads * size
+    for n in range(rows):
+        for x in range(2 * kv_heads):
+            into_D = d_qkv_NO[n, first + x * size : first + (x + 1) * size]
+            if x < kv_heads:
+                row_D = qkv_NO[n, first + x * size : first + (x + 1) * size]
+                _store_head_gradient(
+                    d_kv_NXD[n, x],
+                    row_D,
+                    key_norm_D,
+                    epsilon,
+                    turns_NC2[n],
+                    np.float32(1.0),
+                    into_D,
+                )
+            else:
+                for d in range(size):
+                    store(into_D, d, d_kv_NXD[n, x, d])
