@@ -31,7 +31,7 @@ STYLE = """
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = navigation(Path(config.docs_dir))
-    config.extra_css.append("site.css")
+    config.extra_css = [*config.extra_css, "site.css"]  # pyright: ignore[reportUnknownMemberType]
     return config
 
 

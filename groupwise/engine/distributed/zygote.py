@@ -2,9 +2,8 @@
 
 It is a fresh interpreter, so the user's script is not run again. It computes in one thread, because a fork would lose all others. Until
 it receives its setup it answers questions, which saves the main process from importing the same modules. The ranks share with it, and so
-with each other, all memory that they do not write to: the weights of the model. Afterwards it waits for a rank to end, which it reports
-to the main process, and for its connection to end, which means that the main process has ended or wants it to end. In both cases it ends
-all ranks and itself.
+with each other, all memory that they do not write to: the weights of the model. Afterwards it becomes
+their supervisor (`groupwise.engine.distributed.rank_supervisor`), a small program.
 """
 
 from __future__ import annotations

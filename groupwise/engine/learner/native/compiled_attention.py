@@ -23,7 +23,7 @@ class CompiledAttention:
     def __init__(self, model: NativeModel, rotations_N1C: Tensor, texts: Sequence[Texts]) -> None:
         self._shape = model.shape
         self._turns = array(torch.view_as_real(rotations_N1C[:, 0]).contiguous())
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, ...]] = []
         chains: list[list[int]] = []
         self._alone = 0
         """Number of chains that see no prompt; they come first."""
@@ -44,8 +44,9 @@ class CompiledAttention:
 
         out_NO = qkv_NO.new_empty(len(qkv_NO), self._shape.heads * self._shape.head_size)
         given, out = self._arguments(layer, qkv_NO), array(out_NO)
+        forward: Any = text_attention.forward
         self._in_units(
-            lambda first, last: text_attention.forward(*given, out, first, last),
+            lambda first, last: forward(*given, out, first, last),
             0,
             len(self._chains_K2),
         )
@@ -57,14 +58,13 @@ class CompiledAttention:
 
         shape, d_qkv_NO = self._shape, torch.empty_like(qkv_NO)
         given = self._arguments(layer, qkv_NO)
+        backward: Any = text_attention.backward
         d_kv = np.empty((len(qkv_NO), 2 * shape.kv_heads, shape.head_size), np.float32)
         d_out, d_qkv = array(d_out), array(d_qkv_NO)
         # The gradients of prompts are written first, and then added to.
         for first, last in ((0, self._alone), (self._alone, len(self._chains_K2))):
             self._in_units(
-                lambda first, last: text_attention.backward(
-                    *given, d_out, d_kv, d_qkv, first, last
-                ),
+                lambda first, last: backward(*given, d_out, d_kv, d_qkv, first, last),
                 first,
                 last,
             )

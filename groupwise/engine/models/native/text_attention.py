@@ -267,7 +267,7 @@ def _exp(code: VectorCode, x: Any) -> Any:
     def spread(number: Any) -> Any:
         return ir.Constant(FLOATS, [float(number)] * LANES)
 
-    def fused(left: Any, right: Any, more: float) -> Any:
+    def fused(left: Any, right: Any, more: Any) -> Any:
         return code.fused(left, right, spread(more))
 
     floor = code.function("llvm.floor.v16f32", FLOATS, [FLOATS])
