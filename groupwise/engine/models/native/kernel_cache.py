@@ -197,7 +197,13 @@ def kernel(
     `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `cached`, the result is saved for
     later runs; use it for functions called from Python, which have the other kernels compiled into them.
     """
-    options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}
+    options: dict[str, Any] = {
+        "fastmath": set(order),
+        "error_model": "numpy",
+        "nogil": True,
+        # A process that compiles has a kernel's own code beside the one within others, and would link to it; they may differ in last bits.
+        "forceinline": not cached,
+    }
 
     def decorate(function: Function) -> Function:
         compiled: Any = numba.njit(**options)(function)

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -23,6 +23,8 @@ import pytest
 
 from groupwise.engine.models.native import kernel_cache
 from groupwise.engine.models.native.kernel_cache import kernel
+from groupwise.engine.models.native.kernels import ROUNDING_KEPT
+from groupwise.engine.models.native.vocabulary_kernels import _write_weights
 from tests.disks import fill, small_disk
 
 SOURCES = Path(kernel_cache.__file__).parent
@@ -66,6 +68,22 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 # 1
+
+
+def test_no_code_outside_its_file_is_called(folder):
+    """A process that compiles would call another copy of it than one that loads."""
+
+    @kernel(ROUNDING_KEPT, cached=True)
+    def weights_of_two(logits: Any, weights: Any) -> None:
+        one, two = np.float32(1.0), np.float32(2.0)
+        _write_weights(logits, one, one, weights)
+        _write_weights(weights, two, one, logits)
+
+    weights_of_two(FLOATS.copy(), FLOATS.copy())
+    (code,) = cast("Any", weights_of_two).inspect_asm().values()
+    functions = re.findall(r"\.type\s+(\S+),@function", code)
+    assert any("weights_of_two" in name for name in functions)
+    assert not any("_write_weights" in name for name in functions)
 
 
 def test_what_was_compiled_is_loaded(folder, caplog):
