@@ -126,8 +126,8 @@ def trains_when_imported(source: str | bytes, *, or_makes_trainer: bool = False)
     while outer:
         node = outer.pop()
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            trains = called.endswith(".train") and not called.endswith("model.train")
+            trained, _, verb = ast.unparse(node.func).rpartition(".")
+            trains = verb == "train" and trained != "" and not trained.endswith("model")
             if trains or (or_makes_trainer and called_name(node) == "GRPOTrainer"):
                 return f"line {node.lineno}: {ast.unparse(node):.60}"
         if isinstance(node, ast.If) and runs_as_script(node.test):
