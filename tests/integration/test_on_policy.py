@@ -64,8 +64,8 @@ def test_every_step_begins_at_a_ratio_of_1(tmp_path, algorithm, temperature):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"fingerprint": "0" * 16}, "Draw 4 was sampled by version 2 with fingerprint 0000000000"),
-        ({"policy_version": 1}, "Draw 4 was sampled by version 1 with fingerprint"),
+        ({"fingerprint": "0" * 16}, "Group 5 was sampled by version 2 with fingerprint 0000000000"),
+        ({"policy_version": 1}, "Group 5 was sampled by version 1 with fingerprint"),
     ],
 )
 def test_completions_of_other_weights_stop_the_run(tmp_path, monkeypatch, wrong, said):
