@@ -77,9 +77,8 @@ async def features():
     player = game.Game()
     first, other = agents_of(player)
     result = await until(lambda result: result.last_agent is other, first, "Guess, other.")
-    types = [
-        item.type for item in result.new_items
-    ]  # the model may also say something with its call
+    # The model may also say something with its call, or call twice.
+    types = dict.fromkeys(item.type for item in result.new_items)
     game.show("handoff", [each for each in types if each.startswith("handoff")])
     form = Agent(name="form", model=model, output_type=Answer)
     game.show("output_type", type((await run(form, "As JSON.")).final_output).__name__)
