@@ -54,7 +54,7 @@ def byte_level_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Any:
 
 
 def write_qwen_tokenizer(folder: Path, template: str) -> None:
-    """Files as the hub has them of Qwen2.5 and Qwen3: with keys that transformers does not write any more."""
+    """Files as the hub has them of Qwen2.5 and Qwen3: with keys that only older releases of transformers write."""
     plain = byte_level_tokenizer([("a", "b"), ("Ġ", "a"), ("1", "2")])
     plain.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")

@@ -42,7 +42,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
 
 
 def fuse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention of a GPU, on the processor."""
+    """Let the processor compute attention as a GPU does."""
 
     def fused(model: NativeModel, rotations_N1C: torch.Tensor, texts: Sequence[Texts]) -> Any:
         parts = attention.rotated_attention(model.shape, texts, model.dtype, CPU)

@@ -30,7 +30,7 @@ QWEN = "Qwen2Tokenizer"
 _QWEN_MODELS = ("qwen2", "qwen3")
 _QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN_OLDER = {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
-"""Keys that transformers does not write any more."""
+"""Keys that only older releases of transformers write."""
 _QWEN_FALSE = {"add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"}
 """Keys that are known here if they are false or null."""
 _REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")

@@ -10,9 +10,9 @@ from groupwise.core import hub_errors
 from groupwise.core.errors import ModelError
 
 WEIGHTS = ("*.json", "*.safetensors")
-"""Names of the files with an adapter or a model."""
+"""Patterns of the files that make up an adapter or a model."""
 OF_NATIVE_MODEL = ("*.json", "model*.safetensors")
-"""The same without further copies of the weights, as `consolidated.safetensors`."""
+"""The same without further copies of the weights, such as `consolidated.safetensors`."""
 OF_TOKENIZER = ("*.json", "*.jinja")
 
 

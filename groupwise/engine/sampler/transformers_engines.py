@@ -63,7 +63,7 @@ class ModuleEngine(ABC):
         """See `DecodeEngine.refresh`. Nothing to do: these engines compute with the modules' own weights."""
 
     def free_cache(self) -> None:
-        """See `DecodeEngine.free_cache`. Rows make the cache."""
+        """See `DecodeEngine.free_cache`. The next rows make a new cache."""
         self.reset()
 
     @abstractmethod

@@ -150,7 +150,7 @@ class SaveForSampler(Body):
     seq_id: WHOLE
     path: NAME | None = None
     sampling_session_seq_id: WHOLE | None = None
-    """The client counts on when it sends the request again."""
+    """The client takes the next number when it sends the request again."""
     kind: Literal["snapshot"] = "snapshot"
     """Not `inflight`: a sampling client always serves the weights that it was made with."""
     ttl_seconds: TTL = None
@@ -285,7 +285,7 @@ def content_of(body: Body) -> bytes:
 
 
 def identity_of(body: SaveForSampler) -> bytes:
-    """What is equal whenever the client sends this request, as `content_of` is for all others."""
+    """What stays the same when the client sends this request again. For all other requests that is `content_of`."""
     return content_of(body.model_copy(update={"sampling_session_seq_id": None}))
 
 

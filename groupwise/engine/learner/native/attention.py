@@ -45,7 +45,7 @@ class RotatedAttention(Protocol):
 
 
 class GpuAttention:
-    """An `Attention` that rotates queries and keys for others, which must be called in order."""
+    """An `Attention` that rotates queries and keys, and calls its parts with them in their order."""
 
     def __init__(
         self, model: NativeModel, rotations_N1C: Tensor, parts: Sequence[RotatedAttention]

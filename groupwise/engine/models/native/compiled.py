@@ -24,7 +24,7 @@ def refusal(dtype: torch.dtype) -> str | None:
 
 
 def computes(tensor: Tensor) -> bool:
-    """True if a kernel can compute these rows."""
+    """True if there are kernels for the device and number format of this tensor, and numba runs here."""
     return tensor.device.type == "cpu" and tensor.dtype in FORMATS and numba_works()
 
 

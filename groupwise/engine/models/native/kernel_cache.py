@@ -138,7 +138,7 @@ class KernelFiles:
 
 
 def _wait_for_lock(lock: IO[bytes]) -> None:
-    """Lock an open file, which its end unlocks. Raises OSError if that is not possible here, or not within `LOCK_SECONDS`."""
+    """Lock an open file; closing it ends the lock. Raises OSError if it cannot be locked, or if others hold it for `LOCK_SECONDS`."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -201,7 +201,8 @@ def kernel(
         "fastmath": set(order),
         "error_model": "numpy",
         "nogil": True,
-        # A process that compiles has a kernel's own code beside the one within others, and would link to it; they may differ in last bits.
+        # Else a process that compiles calls the code of a helper compiled alone, and one that loads calls the copy in the file. Their
+        # last bits may differ.
         "forceinline": not cached,
     }
 

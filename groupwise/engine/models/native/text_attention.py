@@ -1,4 +1,4 @@
-"""Attention of whole texts to themselves and to a shared prompt, with its gradient, compiled for the CPU by numba: the learner's.
+"""The learner's attention on a CPU, compiled by numba: of whole texts to themselves and to a shared prompt, forward and backward.
 
 With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
 `dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is recomputed in the backward pass.
@@ -50,7 +50,7 @@ TILE = LANES
 GROUP = 64
 """Queries over which a gradient of keys and values is summed at once."""
 AHEAD = 8
-"""How many rows ahead memory is fetched: the rows of a head lie far apart."""
+"""How many rows ahead memory is prefetched. The rows of a head lie too far apart for the processor to do it by itself."""
 LINE = 4 * LANES
 """Bytes of a line."""
 

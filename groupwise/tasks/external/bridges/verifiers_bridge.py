@@ -59,7 +59,7 @@ def _collect_raised() -> Iterator[list[str]]:
 
 
 def load(name: str, args: dict[str, Any]) -> Any:
-    """The environment, by the interface that the installed verifiers has. Raises ImportError if it was written for the older one."""
+    """Load an environment with the installed release of verifiers. Raises ImportError if it was written for the older interface."""
     import verifiers
 
     if hasattr(verifiers, "load_environment"):
