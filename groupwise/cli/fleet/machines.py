@@ -207,9 +207,9 @@ def _record_first_look(
 ) -> dict[str, Any]:
     """Store the first observation of a machine, as the poller stores the next ones, and say what is there."""
     from groupwise.jobs.fleet.machines import observation
-    from groupwise.jobs.fleet.store.database import seconds
+    from groupwise.jobs.fleet.store.database import database_time
 
-    access.database.run(lambda s: observation.apply(s, vm, seconds(s), seen))
+    access.database.run(lambda s: observation.apply(s, vm, database_time(s), seen))
     machine = access.machine(vm)
     models = Counter(gpu["model"] or "GPU of unknown model" for gpu in machine["gpus"])
     gpus = ", ".join(f"{count} x {model}" for model, count in models.items())

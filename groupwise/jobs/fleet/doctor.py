@@ -46,7 +46,7 @@ from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.store import schema
-from groupwise.jobs.fleet.store.database import Database, connect, seconds
+from groupwise.jobs.fleet.store.database import Database, connect, database_time
 from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.fleet.verbs import keys, status
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -159,9 +159,9 @@ def _check_database(database: Database, add: OnFinding) -> bool:
         )
         return False
     started_at = time.monotonic()
-    database_time = database.read(seconds)
+    now = database.read(database_time)
     took = time.monotonic() - started_at
-    offset = database_time - time.time()
+    offset = now - time.time()
     add(Finding("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
     add(
         Finding(

@@ -18,7 +18,7 @@ from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.machines import observation
 from groupwise.jobs.fleet.queue import claim
 from groupwise.jobs.fleet.states import AttemptState, Outcome
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Project
 from groupwise.jobs.fleet.verbs import machines
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -131,7 +131,7 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
     database.run(lambda session: session.add(Project(name="p", max_gpus=1)))
     submit(database, "job", gpus=1, project="p")
     times: Counter[str] = Counter()
-    asked_at = database.run(seconds)
+    asked_at = database.run(database_time)
 
     def claims(session: Session) -> list[str]:
         times["claim"] += 1
@@ -163,7 +163,7 @@ def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_orde
     for state in (AttemptState.LAUNCHING, AttemptState.RUNNING):
         database.run(lambda s, state=state: records.move(s, made.epoch, "me", state))
     times: Counter[str] = Counter()
-    asked_at = database.run(seconds)
+    asked_at = database.run(database_time)
     seen_busy = [{"uuid": f"GPU-gpu-1-{n}", "pid": 7, "memory_mb": 9} for n in range(3)]
     there = seen(*(gpu(2 - n, f"GPU-gpu-1-{n}") for n in (2, 1, 0)), apps=seen_busy)
     fault = Move(

@@ -209,7 +209,7 @@ def only(fleet: WholeFleet, vm: str) -> None:
 
 
 def submitted(
-    fleet: WholeFleet, ways: Entrances, victims: set[str], chance: random.Random
+    fleet: WholeFleet, ways: Entrances, victims: set[str], rng: random.Random
 ) -> dict[str, str]:
     """A job by each entrance, in a machine that stays, or in one that does not; entrance → id."""
     jobs: dict[str, str] = {}
@@ -223,7 +223,7 @@ def submitted(
             assert fleet.controls["up"].stop() == 0
             fleet.start("up")
         if stopped:
-            lose_the_machine(fleet, job_id, chance.choice((True, False)))
+            lose_the_machine(fleet, job_id, rng.choice((True, False)))
             stopped.unlink()
         if stopped and len(victims) > 1:
             fleet.until(lambda j=job_id: resumed(fleet, j), f"the second attempt of {name}")
@@ -334,15 +334,15 @@ def test_five_entrances_and_lost_machines(
 ) -> None:
     seed = int(os.environ.get("GROUPWISE_TEST_SEED") or random.randrange(1000))
     print(f"GROUPWISE_TEST_SEED={seed}")
-    chance = random.Random(seed)
-    victims: set[str] = set(chance.sample(ENTRANCES, lost))
+    rng = random.Random(seed)
+    victims: set[str] = set(rng.sample(ENTRANCES, lost))
     print(f"those that lose their machines are {victims}")
     fleet.start("up", SWEEP_SECONDS="600", REQUEUE_SECONDS="600")
     fleet.until_polled()
     key = fleet.cli("key", "new", "act").stdout.strip()
     with fleet.api() as address:
         ways = Entrances(fleet, address, key)
-        jobs = submitted(fleet, ways, victims, chance)
+        jobs = submitted(fleet, ways, victims, rng)
         assert len(commands(fleet, jobs)) == 1
         if lost == len(ENTRANCES):
             jobs["undisturbed"] = ways.row("undisturbed")

@@ -24,7 +24,7 @@ from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, StoredKey, 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.routes import files, jobs, machines, people, state
 from groupwise.jobs.fleet.api.serving import Serving
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import ApiKey
 from groupwise.jobs.fleet.verbs.keys import ROLES
 
@@ -112,7 +112,7 @@ def _stored_keys(session: Session, presented: str) -> tuple[StoredKey, ...]:
     key = session.get(ApiKey, id_in(presented) or "")
     if key is None or key.revoked_at is not None:
         return ()
-    if key.expires_at is not None and seconds(session) >= key.expires_at:
+    if key.expires_at is not None and database_time(session) >= key.expires_at:
         return ()
     projects = None if key.projects is None else frozenset(key.projects)
     return (StoredKey(key.key_id, ROLES[key.role], bytes(key.digest), projects),)

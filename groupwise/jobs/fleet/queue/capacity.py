@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.queue.placement import (
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey, best_of_shapes
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, Contact, Observed
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.jobs.hosts.answers import vendor_of
 
@@ -279,7 +279,7 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
 
     What the job `apart_from` still holds, from an attempt that has ended, counts as free.
     """
-    now = seconds(session)
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None, apart_from)
@@ -295,7 +295,7 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
 def machines_for_gangs(session: Session) -> dict[str, Machine] | None:
     """All machines, if a job on several of them has waited long, so that capacity is withheld for it. Call it before a lock is taken:
     in a large fleet this takes a second."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = _long_waiting_jobs(session, now)
     has_gang = any(resources.machines > 1 for _, resources, _ in jobs)
     return machines(session, now) if has_gang else None
@@ -306,7 +306,7 @@ def view_of_room(
 ) -> View:
     """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known`: see
     `View.known`."""
-    now = seconds(session)
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     names = _at_most_named(session, _FREE_GPUS)

@@ -56,7 +56,7 @@ from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     NEWEST_FIRST,
@@ -131,7 +131,7 @@ class Explained:
 
 def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
     """Make attempts for up to `limit` queued jobs, leased to `owner`."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = _candidates(session, now, limit)
     if not jobs:
         requeue_pending.wake_unnoticed(session, None)
@@ -481,7 +481,7 @@ def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> l
     fresh_view = View(
         view.now, capacity.machines(session, view.now, names), held=view.held, quotas=plan.quotas
     )
-    now = seconds(
+    now = database_time(
         session
     )  # read after the locks: no attempt starts before a job that it follows has ended
     resume = _resume_checkpoints(session, [job for job, _ in plan.placed])

@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.queue.resource_shapes import (
 )
 from groupwise.jobs.fleet.states import FINAL, JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Job
 
 MOST_WOKEN = 64
@@ -83,7 +83,7 @@ def wake(
     waiting_jobs = best_of_shapes(session)
     if not waiting_jobs:
         return woken_count
-    now = seconds(session)
+    now = database_time(session)
     projects = {job.project for job in waiting_jobs}
     # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a
     # long-waiting job.
@@ -183,7 +183,7 @@ def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
     """Put these jobs back into the queue. `blocked_reasons` stay until a job runs: they are still the last known reasons."""
     if not ids:
         return 0
-    now = seconds(session)
+    now = database_time(session)
     session.execute(
         update(Job)
         .where(Job.job_id.in_(ids))

@@ -27,7 +27,7 @@ from groupwise.jobs.fleet.queue import (
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import at_one_moment, seconds
+from groupwise.jobs.fleet.store.database import at_one_moment, database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     NEWEST_FIRST,
@@ -356,7 +356,7 @@ def _cancel_job(
         _set_status(session, actor, job, JobStatus.CANCELLED, detail)
         requeue_pending.wake(session, actor=actor.name)
     elif job.cancel_requested_at is None:
-        job.cancel_requested_at = seconds(session)
+        job.cancel_requested_at = database_time(session)
         events.append(
             session,
             actor=actor.name,
@@ -461,9 +461,9 @@ def _set_status(
     before = {"status": job.status}
     job.status = to
     job.blocked_reasons = job.blocked_on = None
-    job.waiting_since = seconds(session) if to == JobStatus.QUEUED else None
+    job.waiting_since = database_time(session) if to == JobStatus.QUEUED else None
     if to in FINAL:
-        job.end_time = datetime.fromtimestamp(seconds(session), UTC)
+        job.end_time = datetime.fromtimestamp(database_time(session), UTC)
     events.append(
         session,
         actor=actor.name,

@@ -24,7 +24,7 @@ def of_roles(database: Database, name: str) -> dict[str, float]:
 
 def heard(database: Database, role: str, owner: str, ago: float) -> None:
     def write(session: Any) -> None:
-        at = status.seconds(session) - ago
+        at = status.database_time(session) - ago
         row = {"host": "h", "pid": 1, "started_at": at, "seen_at": at}
         session.add(ControlProcess(owner=owner, role=role, **row))
 

@@ -46,7 +46,7 @@ from groupwise.jobs.hosts.answers import ExitRecord, RunnerState
 from groupwise.jobs.hosts.port import Request, RunnerRefused
 from tests.fake_hosts import FakeHost, FakeHosts, Script
 from tests.history_checker import violations
-from tests.in_process_fleet import NoChance
+from tests.in_process_fleet import NoJitter
 
 MISFORTUNES = ("cut", "cut", "reboot", "no power", "lost")
 HAPPENINGS = (
@@ -383,7 +383,7 @@ class Fleet(RuleBasedStateMachine):
         assert move.outcome is not None
         job = attempt.job
         verdict = after_end(
-            JobFacts(job.cancel, job.spent), move.outcome, move.failure, move.because, NoChance()
+            JobFacts(job.cancel, job.spent), move.outcome, move.failure, move.because, NoJitter()
         )
         job.spent = dict(verdict.spent)
         self._set_job(job, verdict.status)

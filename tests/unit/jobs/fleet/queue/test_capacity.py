@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
 from groupwise.jobs.fleet.verbs import machines
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -206,7 +206,7 @@ def test_why_a_job_waits(database: Database) -> None:
     submit(database, "after", gpus=0, after=["w0:ok"])
     assert "w0 has completed" in explain(database, "after")[0]
     finish(database, "r0", "queued", "network")
-    later = database.run(seconds) + 100
+    later = database.run(database_time) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
     assert explain(database, "r0")[0].startswith("it is tried again in ")
     execute(database, """UPDATE attempts SET evidence = '{"because": "exit code 1"}'""")

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.unit.jobs.fleet.queue_helpers import insert_admitted
@@ -34,7 +34,7 @@ class SmallFleet:
 
     def machine(self, vm_id: str = "vm-1", gpus: int = 0, **columns: Any) -> str:
         def write(session: Session) -> None:
-            now = seconds(session)
+            now = database_time(session)
             row: dict[str, Any] = {"user": "u", "contact": "ok", "observed_round": now, **columns}
             session.add(VM(vm_id=vm_id, **row))
             session.flush()
@@ -50,7 +50,7 @@ class SmallFleet:
         def write(session: Session) -> None:
             row: dict[str, Any] = {
                 "job_type": "COMMAND", "rank": float(next(self._numbers)),
-                "admitted_at": seconds(session), "request": {"arguments": ["true"]},
+                "admitted_at": database_time(session), "request": {"arguments": ["true"]},
                 "spec": {"arguments": ["true"]}, "resources": {"gpus": 0}, "shape": "s", **columns,
             }  # fmt: skip
             insert_admitted(session, job_id=job_id, **row)
@@ -83,7 +83,7 @@ class SmallFleet:
         order = ["reserved", "launching", "running", "collecting", "ended"]
 
         def write(session: Session) -> int:
-            now = seconds(session)
+            now = database_time(session)
             attempt = Attempt(job_id=job_id, generation=0, number=0, created_at=now)
             session.add(attempt)
             session.flush()
