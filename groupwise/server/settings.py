@@ -92,17 +92,17 @@ class ServerConfig(Strict):
 
     max_models: int = setting(
         4,
-        "Models in memory at once: those that clients train by verbs, and the run that is active.",
+        "Models in memory at once: those that clients train through the Tinker API, and the run that is active.",
         ge=1,
     )
     max_context_length: int = setting(
         2048,
-        "Tokens of prompt and completion in samples by verbs, where no run is active, which says it itself.",
+        "Tokens of prompt and completion in samples of the Tinker API, where no run is active, which says it itself.",
         ge=16,
     )
     keep_models_every: int = setting(
         10,
-        "Updates after which the state of a model that is trained by verbs is kept, so that fewer calls are repeated after a failure.",
+        "Updates after which the state of a model of the Tinker API is kept, so that fewer calls are repeated after a failure.",
         ge=1,
     )
 

@@ -112,7 +112,7 @@ OF_VLLM = {
 }
 """Options of `vllm serve`, and of SGLang's server, that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
-"""Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
+"""Whose programs `tests/integration/server/test_tinker.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
 """Where a server of the documentation is; that of a test is elsewhere."""
 STEPS = 2
