@@ -14,13 +14,13 @@ from groupwise.jobs.fleet.dispatcher import DispatcherDependencies, GlobalJobDis
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.operations import jobs, machines
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
 from groupwise.jobs.fleet.up import Hosts
-from groupwise.jobs.fleet.verbs import jobs, machines
 from groupwise.jobs.hosts.files import BlobStore
 from tests.in_process_fleet import SOMEBODY, NoJitter, SilentBell, nothing, quick
 from tests.processes import TIMEOUT_S

@@ -27,13 +27,13 @@ from groupwise.jobs.fleet.dispatcher import (
     Intervals,
     Tuning,
 )
+from groupwise.jobs.fleet.operations import jobs, machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import Cleanup, Contact
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
-from groupwise.jobs.fleet.verbs import jobs, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import Host
 from tests.fake_hosts import FakeHosts

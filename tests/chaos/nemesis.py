@@ -24,10 +24,10 @@ from sqlalchemy import func, insert, select
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.operations import machines as machine_operations
 from groupwise.jobs.fleet.store.events import ENDS
 from groupwise.jobs.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet
-from groupwise.jobs.fleet.verbs import machines as machine_verbs
 from tests.chaos import collect_history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
 from tests.history_checker import violations
@@ -187,7 +187,7 @@ class Nemesis:
                     document = self._submitted[job]
                     self.fleet.database.run(lambda s: self.fleet.admit(s, job, document))
             else:
-                self.fleet.verb(name, job)
+                self.fleet.operate(name, job)
         except Refusal:
             pass  # it is not in the state for that
         self.faults[name] += 1
@@ -374,13 +374,13 @@ class Nemesis:
         """What an operator does: let go what was held, look at machines and GPUs that the fleet would not use any more."""
         rows, run = self.fleet.rows, self.fleet.database.run
         for job in rows(select(Job.job_id).where(Job.status == "held")):
-            self.fleet.verb("release", job)
+            self.fleet.operate("release", job)
         for vm in rows(select(VM.vm_id).where(VM.drain_reason.is_not(None))):
-            run(lambda s, vm=vm: machine_verbs.undrain(s, OPERATOR, vm) and None)
+            run(lambda s, vm=vm: machine_operations.undrain(s, OPERATOR, vm) and None)
         for gpu in rows(select(GPU).where(GPU.quarantine_reason.is_not(None))):
             run(
                 lambda s, g=gpu: (
-                    machine_verbs.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None
+                    machine_operations.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None
                 )
             )
 

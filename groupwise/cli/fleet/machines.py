@@ -402,14 +402,14 @@ def clear_quarantine(
 
 
 def _change_machine(
-    verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
+    operation: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
 ) -> None:
     with fleet(fleet_at) as access:
-        result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
+        result: dict[str, Any] = getattr(access, operation)(vm, *arguments)
     if as_json:
         write_json(result)
     else:
-        if verb == "trust":
+        if operation == "trust":
             say(f"{vm} is trusted, and looked at in the next round of the fleet")
         elif result["active"]:
             say(f"{vm} is {result.get('state') or 'in the fleet'}")
@@ -419,7 +419,7 @@ def _change_machine(
             say(f"  waits for it: {job_id}")
         for attempt in result.get("attempts", ()):
             say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
-    if verb == "trust" and access.is_local and result["host_key"]:
+    if operation == "trust" and access.is_local and result["host_key"]:
         _try_login(result, f"Its key is trusted; `groupwise fleet vm set {vm}` changes the login.")
 
 

@@ -38,19 +38,19 @@ class JobCommand:
 
 
 class LaunchCommand(Command):
-    """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
+    """A command whose line ends with `-- COMMAND ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         collect_seldom()
         launcher_args, job_command = split_command(args)
         if job_command is None:
-            from groupwise.jobs.launch.preflight import VERBS
+            from groupwise.jobs.launch.preflight import COMMANDS
 
             # Without `--`, the options of a command would be taken for the launcher's.
-            verb = next((n for n, word in enumerate(launcher_args) if word in VERBS), None)
-            if verb is not None:
+            first = next((n for n, word in enumerate(launcher_args) if word in COMMANDS), None)
+            if first is not None:
                 corrected = f"{ctx.command_path} " + shlex.join(
-                    [*launcher_args[:verb], "--", *launcher_args[verb:]]
+                    [*launcher_args[:first], "--", *launcher_args[first:]]
                 )
                 raise UsageError(
                     f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"

@@ -41,6 +41,8 @@ from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.observation import probe_problem
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, scheduler_of
 from groupwise.jobs.fleet.notify.nats import access_from, credentials
+from groupwise.jobs.fleet.operations import keys, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.processes import NATS, is_gone
 from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
@@ -48,8 +50,6 @@ from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.store import schema
 from groupwise.jobs.fleet.store.database import Database, connect, database_time
 from groupwise.jobs.fleet.store.tables import GPU
-from groupwise.jobs.fleet.verbs import keys, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError

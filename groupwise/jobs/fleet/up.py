@@ -66,6 +66,8 @@ from groupwise.jobs.fleet.machines.clearing import Keeping
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.processes import API, ROLES
 from groupwise.jobs.fleet.requeue import RequeueManager
@@ -81,8 +83,6 @@ from groupwise.jobs.fleet.store.database import (
 )
 from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.webhooks import WebhookOutlet
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import Host

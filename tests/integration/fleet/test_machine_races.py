@@ -16,13 +16,13 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.attempts import ending, records
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.queue import claim
 from groupwise.jobs.fleet.states import AttemptState, Outcome
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Project
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.machines import NewMachine
 from groupwise.jobs.hosts.failures import FailureClass
 from tests.integration.fleet.test_claim_races import somebody_has
 from tests.processes import TIMEOUT_S, wait_until
@@ -92,16 +92,16 @@ def job(database: Database) -> None:
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("verb", [machines.remove, machines.lost])
+@pytest.mark.parametrize("operation", [machines.remove, machines.lost])
 def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
-    database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
+    database: Database, threads: ThreadPoolExecutor, operation: Callable[..., Any]
 ) -> None:
     """And who says that it is lost is told of the attempt."""
     one, other = one_after_the_other(
-        database, threads, take, lambda session: verb(session, ADA, "gpu-1")
+        database, threads, take, lambda session: operation(session, ADA, "gpu-1")
     )
     assert one.result(TIMEOUT_S) == ["job"]
-    if verb is machines.lost:
+    if operation is machines.lost:
         assert [each["job_id"] for each in other.result(TIMEOUT_S)["attempts"]] == ["job"]
         return
     with pytest.raises(Refusal, match="job"):
@@ -110,12 +110,12 @@ def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("verb", [machines.remove, machines.drain, machines.lost])
+@pytest.mark.parametrize("operation", [machines.remove, machines.drain, machines.lost])
 def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
-    database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
+    database: Database, threads: ThreadPoolExecutor, operation: Callable[..., Any]
 ) -> None:
     one, other = one_after_the_other(
-        database, threads, lambda session: verb(session, ADA, "gpu-1") and None, take
+        database, threads, lambda session: operation(session, ADA, "gpu-1") and None, take
     )
     one.result(TIMEOUT_S)
     assert other.result(TIMEOUT_S) == []

@@ -28,9 +28,9 @@ from sqlalchemy import select
 from groupwise.jobs.fleet.client import FleetClient
 from groupwise.jobs.fleet.files.artefacts import artefact_folder
 from groupwise.jobs.fleet.files.logs import log_path
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.tables import VM, Checkpoint, Job
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.integration.fleet import tiny_grpo
 from tests.integration.fleet.whole_fleet import (
     WholeFleet,
@@ -202,9 +202,11 @@ def told(fleet: WholeFleet) -> Iterator[dict[str, dict[str, Any]]]:
 def only(fleet: WholeFleet, vm: str) -> None:
     """New work is placed there alone."""
     for name in fleet.hosts:
-        verb = machines.undrain if name == vm else machines.drain
+        operation = machines.undrain if name == vm else machines.drain
         fleet.database.run(
-            lambda s, name=name, verb=verb: verb(s, Actor("user:test"), name) and None
+            lambda s, name=name, operation=operation: (
+                operation(s, Actor("user:test"), name) and None
+            )
         )
 
 

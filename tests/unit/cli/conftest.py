@@ -13,10 +13,10 @@ import pytest
 import typer.main
 
 from groupwise.cli.main import main
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.database import check_schema, connect, database_time
 from groupwise.jobs.fleet.store.tables import VM
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `groupwise fleet …`; returns exit code, stdout and stderr."""

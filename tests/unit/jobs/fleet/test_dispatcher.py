@@ -20,11 +20,11 @@ from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Side
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import failures
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Event, Member
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.failures import FailureClass

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.fleet.api.routes.state import render
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import ControlProcess
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 
 def silence(database: Database) -> dict[str, float]:

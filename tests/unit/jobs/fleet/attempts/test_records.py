@@ -14,12 +14,12 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import Stale
+from groupwise.jobs.fleet.operations import machines, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import claim, failures
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member
-from groupwise.jobs.fleet.verbs import machines, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.failures import FailureClass
 from tests.in_process_fleet import InProcessFleet, NoJitter

@@ -13,6 +13,8 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.files import clearing
 from groupwise.jobs.fleet.files.clearing import clear_away, named_blobs
+from groupwise.jobs.fleet.operations import prune
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store import events, rights
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import (
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     GPUHistory,
     Job,
 )
-from groupwise.jobs.fleet.verbs import prune
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import SPARED, BlobStore
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
 from tests.unit.jobs.fleet.work_folder import JOB, WorkFolder, begin, entry

@@ -13,11 +13,11 @@ from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.jobs.fleet.attempts.records import Stale
 from groupwise.jobs.fleet.files.clearing import clear_away
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Checkpoint, Event
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import SPARED_MARKED, BlobStore
 from groupwise.jobs.hosts.port import RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry

@@ -10,6 +10,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import jobs, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.requeue import RequeueManager
 from groupwise.jobs.fleet.store import database as databases
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     Member,
     Reservation,
 )
-from groupwise.jobs.fleet.verbs import jobs, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts import answers, keys
 from groupwise.jobs.hosts.answers import Observation
 from groupwise.jobs.hosts.framing import BadAnswer

@@ -23,12 +23,12 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.operations import jobs, machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission, fair_share, kinds
 from groupwise.jobs.fleet.queue.request import JobRequest, from_document
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import Job, Project
-from groupwise.jobs.fleet.verbs import jobs, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,

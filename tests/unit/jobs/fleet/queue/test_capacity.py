@@ -12,12 +12,12 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
     claim_some,

@@ -13,6 +13,8 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.fleet import MOST_SLOTS
 from groupwise.jobs.fleet.attempts import ending
 from groupwise.jobs.fleet.attempts.decide import Move
+from groupwise.jobs.fleet.operations import jobs, projects
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import claim, kinds, requeue_pending
 from groupwise.jobs.fleet.states import AttemptState, Outcome
 from groupwise.jobs.fleet.store.database import Database, database_time
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     Project,
     Reservation,
 )
-from groupwise.jobs.fleet.verbs import jobs, projects
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.unit.jobs.fleet.queue_helpers import (

@@ -1,4 +1,4 @@
-"""The verbs for the machines of a fleet: add one, show it, keep new work away, give one up.
+"""The operations for the machines of a fleet: add one, show it, keep new work away, give one up.
 
     drain      nothing new is placed there, and running jobs continue. A reason may be given; the fleet itself drains a machine that fails
                every launch
@@ -32,6 +32,15 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.operations import find, visibility
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import (
+    Document,
+    event_document,
+    gpu_document,
+    machine_document,
+    machine_state,
+)
 from groupwise.jobs.fleet.queue import elastic, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.queue.fair_share import WAITING
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
@@ -40,15 +49,6 @@ from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.jobs.fleet.text_validation import text_problems
-from groupwise.jobs.fleet.verbs import find, visibility
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import (
-    Document,
-    event_document,
-    gpu_document,
-    machine_document,
-    machine_state,
-)
 
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""

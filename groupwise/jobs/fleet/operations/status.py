@@ -14,6 +14,9 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.terminal.quantities import byte_size, duration
 from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
+from groupwise.jobs.fleet.operations import find, machines
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, process_document
 from groupwise.jobs.fleet.processes import FOLDER, NATS_CURSOR, PUBLISHING, RELEASE, UNOBSERVED
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, JobStatus
@@ -28,9 +31,6 @@ from groupwise.jobs.fleet.store.tables import (
     Job,
     Member,
 )
-from groupwise.jobs.fleet.verbs import find, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, process_document
 from groupwise.jobs.hosts.files import LARGEST_BLOB
 
 SILENT_SECONDS = 30.0

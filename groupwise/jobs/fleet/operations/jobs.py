@@ -1,4 +1,4 @@
-"""The verbs for submitted jobs: list and show, cancel, hold and release, retry.
+"""The operations for submitted jobs: list and show, cancel, hold and release, retry.
 
 Each change of a job writes an event in the same transaction. Nothing here connects to a machine: cancelling a running job sets a flag in
 its row; the dispatcher that owns its attempt ends it, and records when that is done.
@@ -18,6 +18,14 @@ from sqlalchemy.orm import Session, aliased
 
 from groupwise.api.schemas.fleet import MOST_CHANGED
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations import find, status, visibility
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import (
+    Document,
+    attempt_document,
+    job_document,
+    job_summary,
+)
 from groupwise.jobs.fleet.queue import (
     admission,
     pending_reasons,
@@ -36,14 +44,6 @@ from groupwise.jobs.fleet.store.tables import (
     Job,
     Member,
     Reservation,
-)
-from groupwise.jobs.fleet.verbs import find, status, visibility
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import (
-    Document,
-    attempt_document,
-    job_document,
-    job_summary,
 )
 
 MOST_LISTED = 1000

@@ -13,13 +13,13 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.fleet import MOST_SECONDS
 from groupwise.api.schemas.keys import Role, new_key
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, key_document
+from groupwise.jobs.fleet.operations.machines import LOCAL
 from groupwise.jobs.fleet.queue.capacity import kept_for
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, ApiKey
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, key_document
-from groupwise.jobs.fleet.verbs.machines import LOCAL
 
 ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
 """Role names in a fleet."""

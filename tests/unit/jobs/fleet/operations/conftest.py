@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.unit.jobs.fleet.queue_helpers import insert_admitted
 
 T = TypeVar("T")
@@ -20,14 +20,14 @@ ADA = Actor("user:ada")
 
 @dataclass
 class SmallFleet:
-    """Rows, and verbs on them as `ada`."""
+    """Rows, and operations on them as `ada`."""
 
     database: Database
     actor: Actor = ADA
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def do(self, verb: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return self.database.run(lambda session: verb(session, self.actor, *args, **kwargs))
+    def do(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return self.database.run(lambda session: operation(session, self.actor, *args, **kwargs))
 
     def as_(self, *projects: str) -> "SmallFleet":
         return SmallFleet(self.database, Actor("key:k1", frozenset(projects)), self._numbers)

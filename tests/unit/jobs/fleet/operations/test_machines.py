@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import machines, prune
+from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
-from groupwise.jobs.fleet.verbs import machines, prune
-from groupwise.jobs.fleet.verbs.machines import NewMachine
 
 
 def host_key() -> str:
@@ -125,9 +125,9 @@ def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
 
 def test_who_is_bound_to_projects_changes_no_machine(small: Any) -> None:
     small.machine("vm-1")
-    for verb in (machines.drain, machines.lost, machines.remove, machines.trust):
+    for operation in (machines.drain, machines.lost, machines.remove, machines.trust):
         with pytest.raises(Refusal, check=lambda refused: refused.code == "forbidden"):
-            small.as_("ours").do(verb, "vm-1")
+            small.as_("ours").do(operation, "vm-1")
 
 
 def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
