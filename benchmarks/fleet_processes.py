@@ -273,7 +273,7 @@ def _running(made: Fleet) -> str:
 
 
 def _kill(made: Fleet, process: subprocess.Popen[bytes]) -> float:
-    at = made.database.run(seconds)
+    at = made.database.run(database_time)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return at

@@ -61,7 +61,7 @@ class LaunchCommand(Command):
         return super().parse_args(ctx, launcher_args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
+        return [*super().collect_usage_pieces(ctx), f"(-- COMMAND ... | {SCRIPT} PATH ...)"]
 
 
 def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:

@@ -28,6 +28,7 @@ from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import (
     DEADMAN_MARGIN,
     Abandon,
+    AttemptView,
     CheckRelease,
     Collect,
     Effect,
@@ -37,7 +38,6 @@ from groupwise.jobs.fleet.attempts.decide import (
     Move,
     Provide,
     Reading,
-    View,
     Void,
     decide,
     over,
@@ -298,7 +298,7 @@ class AttemptController:
         self._has_news.clear()
         try:
             row = await self._read_current()
-            view = View(
+            view = AttemptView(
                 job_id=row.job_id,
                 epoch=row.epoch,
                 state=row.state,

@@ -71,7 +71,7 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
     """
     resources = Resources.model_validate(job.resources or {})
     fleet_view = view(session, {job.project}, apart_from=job.job_id)
-    return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
+    return fleet_view.find_placement(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
 def explain(session: Session, job: Job) -> list[str]:

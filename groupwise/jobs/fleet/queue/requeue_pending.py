@@ -25,7 +25,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.queue.capacity import (
-    View,
+    FreeCapacity,
     machines,
     machines_for_gangs,
     quotas,
@@ -93,7 +93,7 @@ def wake(
         for job in waiting_jobs
     )
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
-        view_of_machines = View(now, machines(session, now, vm_ids))
+        view_of_machines = FreeCapacity(now, machines(session, now, vm_ids))
     else:
         view_of_machines = view_of_room(session, projects, known)
     return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
@@ -119,7 +119,7 @@ def woken_once(session: Session) -> Generator[None, None, None]:
         )
 
 
-def wake_unnoticed(session: Session, fleet_view: View | None) -> int:
+def wake_unnoticed(session: Session, fleet_view: FreeCapacity | None) -> int:
     """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
     woken_count = _wake_dependents(session, "capacity")
     if fleet_view is not None and fleet_view.is_full():
@@ -153,7 +153,7 @@ def _wake_dependents(session: Session, actor: str) -> int:
 
 
 def _wake_in_order(
-    session: Session, view_before: View, waiting_jobs: Sequence[Waiting], actor: str
+    session: Session, view_before: FreeCapacity, waiting_jobs: Sequence[Waiting], actor: str
 ) -> int:
     """Place the best-ranked jobs of all shapes, each on the capacity that earlier ones leave; a shape without room is skipped from then
     on."""

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from groupwise.jobs.fleet.attempts.decide import (
     Abandon,
+    AttemptView,
     CheckRelease,
     Collect,
     Effect,
@@ -26,7 +27,6 @@ from groupwise.jobs.fleet.attempts.decide import (
     MemberView,
     Move,
     Reading,
-    View,
     Void,
     decide,
     over,
@@ -271,8 +271,8 @@ class Fleet(RuleBasedStateMachine):
     def _mind(self, attempt: ModelAttempt, rank: int) -> Volatile:
         return self.minds.setdefault((attempt.epoch, rank), Volatile())
 
-    def _view(self, attempt: ModelAttempt) -> View:
-        return View(
+    def _view(self, attempt: ModelAttempt) -> AttemptView:
+        return AttemptView(
             attempt.job.job_id,
             attempt.epoch,
             attempt.state,

@@ -151,7 +151,7 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
     submit(database, "job", gpus=1)
     looked = capacity.view_of_room
 
-    def look(session: Session, projects: list[str]) -> capacity.View:
+    def look(session: Session, projects: list[str]) -> capacity.FreeCapacity:
         found = looked(session, projects)
         session.execute(update(VM).values(projects=["others"]))
         return found
