@@ -27,7 +27,7 @@ from groupwise.engine.backends.conflicts import (
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.engine.learner.config import LENGTHS, OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DatasetConfig
@@ -269,7 +269,7 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     is_rl_config = tree.values.get("warm_up") is not None
     if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
