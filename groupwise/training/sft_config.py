@@ -6,6 +6,7 @@ Each command has one strict schema: a key that would have no effect is refused, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
@@ -35,6 +36,7 @@ from groupwise.training.config import (
     CALLBACKS,
     CallbackEntries,
     LoadedConfig,
+    RunConfig,
     json_schema,
     load_config,
     read_source_tree,
@@ -330,6 +332,20 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The content of a section; empty if it is not a mapping, which validation reports."""
     section = values.get(name)
     return dict(cast("Mapping[str, Any]", section)) if isinstance(section, Mapping) else {}
+
+
+def settings_that_differ(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of either kind that are not defaults; all of them if this release would refuse the config."""
+    kind = RunConfig if "algorithm" in config else SftConfig
+    try:
+        validated = kind.model_validate_json(json.dumps(config))
+    except ValidationError:
+        return dict(config)
+    differing = validated.model_dump(mode="json", exclude_defaults=True)
+    if "algorithm" in config:
+        chosen = {"type": config["algorithm"]["type"]}
+        differing["algorithm"] = chosen | differing.get("algorithm", {})
+    return differing
 
 
 def sft_schema() -> str:
