@@ -165,8 +165,8 @@ class GroupRelative(NeedsNothing, ABC):
     max_resample_rounds: int = field(
         default=10,
         metadata={
-            "description": "Dynamic sampling: how often groups are drawn anew in a step, before it "
-            "goes on with those that it has.",
+            "description": "Dynamic sampling: maximum rounds in which a step draws groups again; after that it continues with the "
+            "groups that it has.",
             "ge": 1,
             "needs": "dynamic_sampling",
         },

@@ -41,14 +41,14 @@ def web(
     allow_actions: Annotated[
         bool,
         flag(
-            "Keys with the role train or admin may change jobs, and those with admin machines.",
+            "Let keys with the role train or admin change jobs, and keys with admin also machines.",
             "--allow-actions",
         ),
     ] = False,
 ) -> None:
-    """See what your models are doing, in a browser.
+    """Show your runs in a browser: curves, rollouts, evaluations.
 
-    Only this machine gets answers unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
+    Without a key only this machine can open it. A key is in --key-file or GROUPWISE_API_KEY; `groupwise serve --new-key read`
     makes one. Pages update themselves.
     """
     import os

@@ -93,7 +93,7 @@ class AlgorithmConfig(Strict):
     type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
-        "Published settings by name: a type and values for its keys, which keys beside it change.",
+        "Published settings by name: a type and values for its keys. Keys beside it override them.",
         on_resume="free",
     )
 
@@ -259,8 +259,7 @@ class EvalConfig(Strict):
 
     before_and_after: bool = setting(
         True,
-        "Answer the same held-out prompts before and after training, where the task has "
-        "get_eval_dataset.",
+        "Answer the same held-out prompts before and after training, if the task has get_eval_dataset.",
         on_resume="free",
     )
     eval_steps: int | None = setting(
@@ -268,7 +267,7 @@ class EvalConfig(Strict):
     )
     max_prompts: int | None = setting(
         128,
-        "Held-out prompts used, the first ones; null uses all. 128 show a difference of about 0.1.",
+        "Number of held-out prompts, taken from the first on; null: all. 128 show a difference of about 0.1.",
         on_resume="free",
         ge=1,
     )
@@ -293,8 +292,7 @@ class EvalConfig(Strict):
     )
     top_k: int | None = setting(
         None,
-        "Draw from so many of the most probable tokens alone; null: all. Of top_k, top_p and min_p each takes what the one before "
-        "it left.",
+        "Draw only from this many of the most probable tokens; null: all. top_k, top_p and min_p are applied in this order.",
         on_resume="free",
         ge=1,
     )
@@ -404,15 +402,15 @@ class RunConfig(Strict):
     )
     warm_up: str | dict[str, Any] | None = setting(
         None,
-        "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
-        "folder, or its sections. It takes model, lora and run.dir from this config, and task and distributed unless it has its own. A "
-        "run of the same config, task and data is used again, and one that was cut off goes on.",
+        "A supervised run before this one, which then begins with its weights: a config file of groupwise sft (a path relative to "
+        "this file's folder), or its sections. It takes model, lora and run.dir from this config, and task and distributed unless it "
+        "has its own. A finished run of the same config, task and data is used again, and an interrupted one continues.",
         on_resume="free",
     )
     sampler: SamplerConfig = SamplerConfig()
     algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
     teacher: TeacherConfig | None = setting(
-        None, "Whom the algorithm distillation learns from; null with every other algorithm."
+        None, "The teacher of the algorithm distillation; null with every other algorithm."
     )
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
@@ -421,14 +419,14 @@ class RunConfig(Strict):
     eval: EvalConfig = EvalConfig()
     signals: SignalsConfig | None = setting(
         SignalsConfig(),
-        "What is taken for a sign of reward hacking: the run warns of it and goes on. null looks for none.",
+        "Limits beyond which the run warns of reward hacking; it goes on. null: no warnings.",
         on_resume="free",
     )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
     distributed: SampledDistributedConfig = SampledDistributedConfig()
     task: dict[str, Any] = setting(
-        {}, "What the task itself reads; free, unless the task brings a schema for it."
+        {}, "Settings of the task. Any keys are allowed, unless the task brings a schema for them."
     )
 
     @classmethod

@@ -290,7 +290,7 @@ class StartRequest(Body):
     )
     sampler: dict[str, Any] | None = Field(
         default=None,
-        description="The section `sampler` of a run's config: temperature, stop, min_completion_length, slots …",
+        description="The section `sampler` of a run's config: temperature, stop, min_completion_length, max_num_seqs …",
     )
     training: dict[str, Any] | None = Field(
         default=None,
@@ -331,8 +331,8 @@ class StartRequest(Body):
     )
     replace: bool = Field(
         default=False,
-        description="Instead of being refused, stop a run that is active cleanly first; sessions of verbs that have models, and the parts "
-        "of a loop elsewhere, are ended.",
+        description="true: stop an active run cleanly first, and end the sessions of Tinker clients and of loops elsewhere that have "
+        "models. false: the start is refused instead.",
     )
     save_steps: int = Field(
         default=10,

@@ -212,7 +212,7 @@ def stop(
     chosen: JobFilter,
     as_json: AsJson = False,
 ) -> None:
-    """End jobs, running and waiting ones.
+    """Stop jobs, whether they run or wait.
 
     A running job gets SIGTERM, then SIGKILL; its status is `cancelled` once none of its processes is left. Options choose among all jobs
     that have not ended.

@@ -54,7 +54,7 @@ class MachineOptions:
     """What jobs run with on a machine, and which jobs."""
 
     workdir: Annotated[
-        str | None, option("D", "Folder of the fleet there. A new machine has ~/groupwise-fleet.")
+        str | None, option("D", "Folder of the fleet there. For a new machine: ~/groupwise-fleet.")
     ] = None
     python: Annotated[
         str | None, option("P", "Python that jobs there run with, such as /opt/env/bin/python.")
@@ -65,7 +65,10 @@ class MachineOptions:
     cpu_slots: Annotated[
         int | None,
         option(
-            "N", "Most jobs without GPUs at the same time. A new machine has 1.", min=0, max=1024
+            "N",
+            "Maximum number of jobs without GPUs at the same time. For a new machine: 1.",
+            min=0,
+            max=1024,
         ),
     ] = None
     project: Annotated[
@@ -75,7 +78,7 @@ class MachineOptions:
         float | None,
         option(
             "TIME",
-            "End the jobs there if the machine has not heard from the fleet for this time, such as 10min, or `off`. A new machine has off.",
+            "End the jobs there after this time without contact to the fleet, such as 10min; off: never. For a new machine: off.",
             parser=seconds("--deadman", "off"),
         ),
     ] = None
@@ -86,7 +89,7 @@ class MachineOptions:
         int | None,
         option(
             "MB",
-            "A GPU with no more memory in use than this counts as idle. A new machine has 500.",
+            "A GPU with no more memory in use than this counts as idle. For a new machine: 500.",
             min=0,
         ),
     ] = None
@@ -542,10 +545,10 @@ def set_project(
         float | None, option("X", "2 gets twice as much of a busy fleet as 1.")
     ] = None,
     max_gpus: Annotated[
-        str | None, option("N", "Most GPUs of its running jobs together; none: no limit.")
+        str | None, option("N", "Maximum number of GPUs of all its running jobs; none: no limit.")
     ] = None,
     max_waiting: Annotated[
-        str | None, option("N", "Most jobs that have not begun; none: no limit.")
+        str | None, option("N", "Maximum number of waiting jobs; none: no limit.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

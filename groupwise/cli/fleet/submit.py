@@ -85,10 +85,12 @@ class KindOptions:
         int | None, option("N", "Completions of each prompt; default: 4.", min=1)
     ] = None
     max_prompt_length: Annotated[
-        int | None, option("N", "Most tokens of a prompt, for GRPO; default: 256.", min=1)
+        int | None,
+        option("N", "Maximum length of a prompt in tokens, for GRPO; default: 256.", min=1),
     ] = None
     max_completion_length: Annotated[
-        int | None, option("N", "Most tokens of a completion, for GRPO; default: 128.", min=1)
+        int | None,
+        option("N", "Maximum length of a completion in tokens, for GRPO; default: 128.", min=1),
     ] = None
     output_dir: Annotated[
         str | None, option("D", "Folder for what the training writes; default: outputs.")
@@ -164,7 +166,7 @@ class ResourceOptions:
     ] = None
     gpu_memory: Annotated[
         int | None,
-        option("SIZE", "Least memory of a GPU, e.g. 40GB.", parser=megabytes("--gpu-memory")),
+        option("SIZE", "Minimum memory of a GPU, e.g. 40GB.", parser=megabytes("--gpu-memory")),
     ] = None
     share: Annotated[
         int | None,
@@ -424,9 +426,12 @@ def submit(
 ) -> None:
     """Submit a job; prints its id.
 
-        groupwise fleet submit --gpus 2 --project-dir . -- python train.py --lr 1e-5
+    \b
+        groupwise fleet submit --gpus 2 --project-dir . -- python train.py
 
-        groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl --reward-function correctness
+    \b
+        groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl \\
+            --reward-function correctness
 
     The working folder of a job holds only the files that are sent with it. What it leaves in `outputs` is fetched.
     """

@@ -465,7 +465,7 @@ def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
         "time_limit": limit,
     }
     measured = (
-        f"{seconds(median_seconds)} for a call in the middle, {seconds(max_seconds)} for the longest, of up to "
+        f"{seconds(median_seconds)} for the median call, {seconds(max_seconds)} for the longest, of up to "
         f"{trial.largest_call} completions (a group has {group}); the limit is {limit:g} s for each function"
     )
     if max(max_seconds, first_seconds) > SLOW_SHARE * limit:

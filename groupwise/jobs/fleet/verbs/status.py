@@ -359,8 +359,8 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",
-                "nothing is done to it until the machine answers, or is declared lost; if its address, user or key has changed: "
-                f"`groupwise fleet vm set {vm_id} --host … --port …`",
+                f"it is left as it is until the machine answers. If it never will: `groupwise fleet vm mark-lost {vm_id}`; "
+                f"if its address, user or key has changed: `groupwise fleet vm set {vm_id} --host … --port …`",
                 **about,
             )
         else:
