@@ -119,6 +119,9 @@ def _is_part(entry: Any) -> bool:
 
 def message_of(value: Any) -> Message:
     """One message with its role, and its text unless it calls tools. Raises Unusable."""
+    if type(value) is dict and value.keys() == {"role", "content"}:  # as most are
+        if value["role"] in ROLES and type(value["content"]) is str:
+            return value.copy()
     if not isinstance(value, Mapping):
         raise Unusable("a message is no mapping of role and content")
     message = without_nulls(_with_our_names(cast("Mapping[str, Any]", value)))
