@@ -22,6 +22,7 @@ from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.records import Order, RolloutFilter
 from groupwise.runs.store import Store
+from groupwise.training.sft_config import settings_that_differ
 
 COLUMNS = 400
 """Columns of each curve: a file cannot fetch finer ones for a range."""
@@ -64,10 +65,12 @@ def write_one_file(
             ]
             for words, order in ORDERS.items()
         }
+    config = read_config(path)
     data = {
         **overview,
         "rollouts": rollouts,
-        "settings": flatten(read_config(path)),
+        "settings": flatten(config),
+        "changed": flatten(settings_that_differ(config)),
         "curves": _as_script(dict(curves)),
         "inline": _static_text,
     }

@@ -56,7 +56,7 @@ MAX_LONG_WAITING = 16
 MOST_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
 MOST_NAMED = 1000
-"""Maximum of machines that a query names; if more have room, the whole fleet is read."""
+"""Maximum of machines that a query names; if more have room, the whole fleet is read, but for `View.changed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,8 @@ class FreeCapacity:
     """Reads the other machines; needed unless `read` is ALL."""
     known: Mapping[str, Machine] | None = None
     """All machines as they were shortly before. Capacity of full ones is withheld by this, so that they are not read under a lock."""
+    changed: Collection[str] | None = None
+    """For the holder of a lock: if too many machines have room to name all, these and `MOST_NAMED` others are read."""
 
     def find_placement(
         self,
@@ -172,7 +174,11 @@ class FreeCapacity:
         if wanted <= self.read:
             return
         assert self.session is not None
-        vm_ids = None if wanted == MachinesRead.ALL else _at_most_named(self.session, _FREE_SLOTS)
+        vm_ids = (
+            None
+            if wanted == MachinesRead.ALL
+            else _at_most_named(self.session, _FREE_SLOTS, self.changed)
+        )
         self.machines = machines(self.session, self.now, vm_ids) | self.machines
         self.roomy = None
         self.read = MachinesRead.ALL if vm_ids is None else wanted
@@ -306,14 +312,17 @@ def machines_for_gangs(session: Session) -> dict[str, Machine] | None:
 
 
 def view_of_room(
-    session: Session, projects: Collection[str], known: Mapping[str, Machine] | None = None
+    session: Session,
+    projects: Collection[str],
+    known: Mapping[str, Machine] | None = None,
+    changed: Collection[str] | None = None,
 ) -> FreeCapacity:
-    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known`: see
-    `FreeCapacity.known`."""
+    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known` and
+    `changed`: see `FreeCapacity`."""
     now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
-    names = _at_most_named(session, _FREE_GPUS)
+    names = _at_most_named(session, _FREE_GPUS, changed)
     return FreeCapacity(
         now,
         machines(session, now, names),
@@ -322,13 +331,18 @@ def view_of_room(
         read=MachinesRead.ALL if names is None else MachinesRead.FREE_GPUS,
         session=session,
         known=known,
+        changed=changed,
     )
 
 
-def _at_most_named(session: Session, query: Select[str]) -> list[str] | None:
-    """The machines that the query finds; None if they are too many to name."""
+def _at_most_named(
+    session: Session, query: Select[str], changed: Collection[str] | None
+) -> list[str] | None:
+    """The machines that the query finds; if they are too many to name, `changed` and as many others as can be named, or None."""
     names = list(session.scalars(query.limit(MOST_NAMED + 1)))
-    return None if len(names) > MOST_NAMED else names
+    if len(names) <= MOST_NAMED:
+        return names
+    return None if changed is None else [*changed, *names[:MOST_NAMED]]
 
 
 _OPEN = Reservation.released_at.is_(None)

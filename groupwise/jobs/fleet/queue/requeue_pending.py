@@ -10,8 +10,9 @@ then the claim marks its job as pending: the job would wait although a GPU is fr
 a job waits, and to withhold capacity for a gang. They are read before, because that takes a second in a large fleet. SQLite has only one
 writer at a time anyway.
 
-A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere). `claim` therefore calls
-`wake_unnoticed` whenever it finds the queue empty.
+A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere), and where more than a thousand
+machines have room `wake` reads only some of them, and may miss the one that fits. `claim` therefore calls `wake_unnoticed`, which reads all
+and takes no lock, whenever it finds the queue empty.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def wake(
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
         view_of_machines = FreeCapacity(now, machines(session, now, vm_ids))
     else:
-        view_of_machines = view_of_room(session, projects, known)
+        view_of_machines = view_of_room(session, projects, known, vm_ids or ())
     return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
 
 

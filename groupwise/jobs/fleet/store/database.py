@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 THREADS = 8
 """Transactions of asynchronous code that run at once; as many as there are connections."""
-RETRY_TIMEOUT = 10.0
-"""Seconds for which a failed transaction is retried. A PostgreSQL that was killed is back within one or two."""
+RETRY_TIMEOUT = 15.0
+"""Seconds after which a failed transaction is not retried. A PostgreSQL that was killed is back within one or two. More than
+`engine.LOCK_SECONDS`, so that a wait for a lock is repeated, and with it longer than `engine.IDLE_SECONDS`."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 """Seconds between attempts: the bound doubles, and the pause is drawn at random below it, to separate transactions that collided."""

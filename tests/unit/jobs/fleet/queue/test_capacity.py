@@ -5,6 +5,7 @@
 3. Capacity of which nobody told is found by the next claim.
 """
 
+from collections.abc import Collection
 from itertools import combinations
 from typing import Any
 
@@ -17,7 +18,7 @@ from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.store.database import Database, database_time
-from groupwise.jobs.fleet.store.tables import VM, Job
+from groupwise.jobs.fleet.store.tables import VM, Job, Project
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
     claim_some,
@@ -195,6 +196,35 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
                         view.withhold_for(resources, "default", key)
 
     database.read(compare)
+
+
+def test_few_machines_are_read_under_the_lock_where_many_have_room(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with more room are among them. A job that fits on another one is woken by the next claim."""
+    monkeypatch.setattr(capacity, "MOST_NAMED", 2)
+    database.run(lambda s: s.add(Project(name="p", max_gpus=9)))
+    for name in ("a", "b", "c", "y", "z"):
+        add_machine(database, name, 1, cpu_slots=1)
+    for name in ("y", "z"):
+        submit(database, f"on-{name}", gpus=1, vm=name)
+    assert len(claim_some(database)) == 2
+    for name in ("y", "z"):
+        submit(database, f"after-{name}", project="p", gpus=1, vm=name)
+    assert claimed_ids(database) == []
+    read: list[Collection[str] | None] = []
+    reading = capacity.machines
+
+    def read_machines(session: Session, now: float, vm_ids: Collection[str] | None = None) -> Any:
+        read.append(vm_ids)
+        return reading(session, now, vm_ids)
+
+    monkeypatch.setattr(capacity, "machines", read_machines)
+    assert finish(database, "on-z") == 1
+    database.run(lambda s: end(s, "on-y"))
+    assert wake(database) == 0
+    assert [len(vm_ids or ()) for vm_ids in read] == [3, 2]
+    assert [claimed_ids(database) for _ in range(2)] == [["after-z"], ["after-y"]]
 
 
 def test_why_a_job_waits(database: Database) -> None:
