@@ -82,7 +82,7 @@ class _PolledMachine:
     machine: Machine
     due: float
     host: Host | None = None
-    look: asyncio.Task[None] | None = None
+    poll: asyncio.Task[None] | None = None
     misses: int = 0
     answered: bool = False
     """True if it answered the last time that it was asked."""
@@ -135,10 +135,10 @@ class Poller:
                     due_at, vm_id = heapq.heappop(self._queue)
                     watched = self._watched.get(vm_id)
                     if watched is not None and watched.due == due_at:
-                        assert watched.look is None, (
-                            "the next look is due only after the last has ended"
+                        assert watched.poll is None, (
+                            "the next poll is due only after the last has ended"
                         )
-                        watched.look = asyncio.create_task(self._poll_machine(watched))
+                        watched.poll = asyncio.create_task(self._poll_machine(watched))
                 self._changed.clear()
                 pause = self._queue[0][0] - time.monotonic() if self._queue else self._pace.listed
                 if pause > 0:
@@ -199,8 +199,8 @@ class Poller:
 
     async def _stop_polling(self, watched: _PolledMachine) -> None:
         """Cancel the poll in progress and close the connection: the machine has changed or is gone."""
-        await cancel_and_wait(watched.look)
-        watched.look = None
+        await cancel_and_wait(watched.poll)
+        watched.poll = None
         await self._close_connection(watched)
 
     async def _close_connection(self, watched: _PolledMachine) -> None:
@@ -230,7 +230,7 @@ class Poller:
             except RunError as error:
                 self._warn_once(error)
             except Exception as error:  # a row written by hand must not end its polls
-                logger.exception("the look at machine %s failed", watched.machine.vm_id)
+                logger.exception("polling machine %s failed", watched.machine.vm_id)
                 # Record the error as a missed poll: the author of the row then sees it there.
                 watched.misses += 1
                 watched.answered = False
@@ -242,7 +242,7 @@ class Poller:
                     )
                 except RunError as away:
                     self._warn_once(away)
-        watched.look = None
+        watched.poll = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._rng.uniform(0.9, 1.1)
             self._due_in(watched, max(started_at + pause - time.monotonic(), self._pace.least))

@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 MAX_MARKED = 100
 """Maximum jobs that become pending in one transaction; the rest follow in the next."""
-MAX_LOOKS = 8
+MAX_QUEUE_QUERIES = 8
 """Queries of the queue in one transaction, each starting after the last job of the previous one."""
 ELSEWHERE = frozenset(
     {
@@ -407,7 +407,7 @@ def _place_all(
     Jobs at the head of the queue that cannot start therefore do not hide those after them.
     """
     remaining = limit
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_QUEUE_QUERIES):
         plan.earlier_attempts.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
