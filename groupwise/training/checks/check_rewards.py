@@ -144,7 +144,7 @@ async def find_layout(
                 margins[layout].append(abs(own_member.reward - other_member.reward))
     means = {layout: fmean(values) for layout, values in own_rewards.items() if values}
     read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
-    best = max(means, key=lambda layout: (read[layout], means[layout]), default="plain")
+    best = max(means, key=lambda layout: (read[layout], means[layout]), default="as plain text")
     return best, means, any(read.values())
 
 
