@@ -59,7 +59,7 @@ from groupwise.engine.backends.conflicts import (
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import TrainingConfig
+from groupwise.engine.learner.config import LENGTHS, TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.teacher_config import TeacherConfig
 from groupwise.engine.sampler.config import SamplerConfig
@@ -697,7 +697,7 @@ def load_config(
     `to_train`: also check the names of `callbacks`, which only training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     # By default, correct by importance sampling if completions come from earlier policies, from
     # engines that round differently from the learner, or from quantised weights.
     training = tree.value(("training",))

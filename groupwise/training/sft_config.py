@@ -6,6 +6,7 @@ Each command has one strict schema: a key that would have no effect is refused, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
@@ -28,7 +29,7 @@ from groupwise.engine.backends.conflicts import (
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.engine.learner.config import LENGTHS, OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DatasetConfig
@@ -277,7 +278,7 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     is_rl_config = tree.values.get("warm_up") is not None
     if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
@@ -338,6 +339,20 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The content of a section; empty if it is not a mapping, which validation reports."""
     section = values.get(name)
     return dict(cast("Mapping[str, Any]", section)) if isinstance(section, Mapping) else {}
+
+
+def settings_that_differ(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of either kind that are not defaults; all of them if this release would refuse the config."""
+    kind = RunConfig if "algorithm" in config else SftConfig
+    try:
+        validated = kind.model_validate_json(json.dumps(config))
+    except ValidationError:
+        return dict(config)
+    differing = validated.model_dump(mode="json", exclude_defaults=True)
+    if "algorithm" in config:
+        chosen = {"type": config["algorithm"]["type"]}
+        differing["algorithm"] = chosen | differing.get("algorithm", {})
+    return differing
 
 
 def sft_schema() -> str:

@@ -100,6 +100,22 @@ def test_a_file_is_read_with_overrides_typed_like_it(tmp_path: Path) -> None:
     assert config.lora is None
 
 
+def test_an_argument_that_says_how_long_replaces_what_the_file_says_in_the_other_way() -> None:
+    def lengths(training: dict[str, Any], *given: str) -> tuple[int | None, float | None]:
+        config = load_config({**MINIMAL, "training": training}, given).config.training
+        return config.max_steps, config.num_train_epochs
+
+    assert lengths({"max_steps": None, "num_train_epochs": 1}, "training.max_steps=3") == (3, None)
+    assert lengths({"max_steps": 9}, "training.num_train_epochs=2") == (None, 2.0)
+    assert lengths({"max_steps": 9}, "training.num_train_epochs=null") == (9, None)
+    for both in (
+        ({"max_steps": 9, "num_train_epochs": 1},),
+        ({}, "training.max_steps=3", "training.num_train_epochs=2"),
+    ):
+        with pytest.raises(ConfigError, match="one of the two"):
+            lengths(*both)
+
+
 @pytest.mark.parametrize("given", [
     [], ["lora=null", "training.num_train_epochs=0.5"], ["algorithm.type=grpo", "algorithm.scale_rewards=none", "sampler.stop=[a, b]"],
     ["rewards.reward_weights=[1, 0.5]", "lora.target_modules=[q_proj]", "task.x={y: [1]}"],
