@@ -380,7 +380,7 @@ def _name_of(entry: object) -> str | None:
 CallbackEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_each_named)]
 CALLBACKS: Any = setting(
     (),
-    "What is told of the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
+    "Callbacks, which observe the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
     "parameters.",
     on_resume="free",
 )
@@ -823,16 +823,16 @@ training:
   max_steps: 50
 ```
 
-- `key=value` words on the command line change single keys and are typed as in the file:
-  `training.learning_rate=1e-5`, `sampler.stop='["\\n"]'`, `lora=null`. The last one wins.
-- Unknown keys, wrong types and values out of range are refused, all of them at once, with file and line.
-- Secrets never stand in a config, which is stored with the run: they come from the environment.
-- **on resume** says what happens when a run goes on with another value: *free* takes it, *warn* takes it and says so
-  (the result stays equal up to rounding), *fixed* refuses it.
+- Change single keys on the command line by `key=value`, written as in the file: `training.learning_rate=1e-5`, `sampler.stop='["\\n"]'`,
+  `lora=null`. If a key comes twice, the last value counts.
+- Unknown keys, wrong types and values out of range are reported all at once, with file and line.
+- A config must hold no secrets, because it is stored with the run. Put them into environment variables.
+- The column **on resume** says what `--resume` does with a changed value. *free*: it takes the new one. *warn*: it takes it with a warning,
+  because the result then stays equal only up to rounding. *fixed*: it refuses it.
 
 {table}
-Editors check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json): a first line
-`# yaml-language-server: $schema=<path of the file>` names it.
+An editor can check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json). Name the
+schema in the first line: `# yaml-language-server: $schema=<path of the file>`.
 
 This page is made from the code, as are the schemas:
 `python -c "from groupwise.training.config import documentation as d; print(d(), end='')" > docs/configuration.md`

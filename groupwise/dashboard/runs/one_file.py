@@ -15,7 +15,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
 from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
 from groupwise.dashboard.runs.overview import overview_of
-from groupwise.dashboard.runs.reading import LISTED
+from groupwise.dashboard.runs.rollouts import LISTED
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
 from groupwise.runs.find import resolve_run
