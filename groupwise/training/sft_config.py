@@ -6,28 +6,30 @@ Each command has one strict schema: a key that would have no effect is refused, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from pathlib import Path
+from textwrap import fill
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows, section_tables
 from groupwise.engine.backends.conflicts import (
     tinker_conflicts,
     tunix_sft_conflicts,
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.engine.learner.config import LENGTHS, OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DatasetConfig
@@ -35,6 +37,7 @@ from groupwise.training.config import (
     CALLBACKS,
     CallbackEntries,
     LoadedConfig,
+    RunConfig,
     json_schema,
     load_config,
     read_source_tree,
@@ -275,7 +278,7 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     is_rl_config = tree.values.get("warm_up") is not None
     if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
@@ -338,23 +341,65 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", section)) if isinstance(section, Mapping) else {}
 
 
+def settings_that_differ(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of either kind that are not defaults; all of them if this release would refuse the config."""
+    kind = RunConfig if "algorithm" in config else SftConfig
+    try:
+        validated = kind.model_validate_json(json.dumps(config))
+    except ValidationError:
+        return dict(config)
+    differing = validated.model_dump(mode="json", exclude_defaults=True)
+    if "algorithm" in config:
+        chosen = {"type": config["algorithm"]["type"]}
+        differing["algorithm"] = chosen | differing.get("algorithm", {})
+    return differing
+
+
 def sft_schema() -> str:
     """The content of `docs/schemas/sft.json`."""
     return json_schema(SftConfig)
 
 
-def documentation() -> str:
-    """The content of `docs/configuration-sft.md`."""
-    return _PAGE.format(table=document(SftConfig))
+def documentation() -> dict[str, str]:
+    """The page of the documentation about a config, by its name."""
+    rows, rl_rows = key_rows(SftConfig), key_rows(RunConfig)
+    own = {path: row for path, row in rows.items() if row != rl_rows.get(path)}
+    items = list[str]()
+    for section in dict.fromkeys(path[0] for path in rows if path not in own):
+        shared = [path for path in rows if path[0] == section and path not in own]
+        if len(shared) > 1 and shared == [path for path in rl_rows if path[0] == section]:
+            items.append(f"all of `{section}`")
+        else:
+            items.append(", ".join(f"`{'.'.join(path)}`" for path in shared))
+    lines = (
+        fill(f"- {item}", 140, subsequent_indent="  ", break_on_hyphens=False) for item in items
+    )
+    return {
+        "configuration-sft.md": _PAGE.format(shared="\n".join(lines), tables=section_tables(own))
+    }
 
 
 _PAGE = """\
 # Configuration of a supervised run
 
-What a config of `groupwise sft` may hold. How configs are written, and what **on resume** means, stands in
-[configuration](configuration.md); how the parts work together in [warm up with examples](how-to/sft.md).
+The keys of a config of `groupwise sft`. [Warm up with examples](how-to/sft.md) shows how they work together, and
+[Configuration](configuration.md) says how a config is written and what **on resume** means.
 
-{table}
-This page is made from the code:
-`python -c "from groupwise.training.sft_config import documentation as d; print(d(), end='')" > docs/configuration-sft.md`
+```yaml
+model:
+  name: smollm2-135m-instruct
+data:
+  dataset_name: examples.jsonl
+training:
+  num_train_epochs: 2
+```
+
+{tables}
+## Keys as in `groupwise rl`
+
+These have the meaning and the default that they have in a [config of groupwise rl](configuration.md) ([data](configuration-data.md)):
+
+{shared}
+
+`make fix` makes this page from the code.
 """

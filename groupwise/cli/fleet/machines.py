@@ -210,9 +210,9 @@ def _record_first_look(
 ) -> dict[str, Any]:
     """Store the first observation of a machine, as the poller stores the next ones, and say what is there."""
     from groupwise.jobs.fleet.machines import observation
-    from groupwise.jobs.fleet.store.database import seconds
+    from groupwise.jobs.fleet.store.database import database_time
 
-    access.database.run(lambda s: observation.apply(s, vm, seconds(s), seen))
+    access.database.run(lambda s: observation.apply(s, vm, database_time(s), seen))
     machine = access.machine(vm)
     models = Counter(gpu["model"] or "GPU of unknown model" for gpu in machine["gpus"])
     gpus = ", ".join(f"{count} x {model}" for model, count in models.items())
@@ -405,14 +405,14 @@ def clear_quarantine(
 
 
 def _change_machine(
-    verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
+    operation: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
 ) -> None:
     with fleet(fleet_at) as access:
-        result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
+        result: dict[str, Any] = getattr(access, operation)(vm, *arguments)
     if as_json:
         write_json(result)
     else:
-        if verb == "trust":
+        if operation == "trust":
             say(f"{vm} is trusted, and looked at in the next round of the fleet")
         elif result["active"]:
             say(f"{vm} is {result.get('state') or 'in the fleet'}")
@@ -422,7 +422,7 @@ def _change_machine(
             say(f"  waits for it: {job_id}")
         for attempt in result.get("attempts", ()):
             say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
-    if verb == "trust" and access.is_local and result["host_key"]:
+    if operation == "trust" and access.is_local and result["host_key"]:
         _try_login(result, f"Its key is trusted; `groupwise fleet vm set {vm}` changes the login.")
 
 

@@ -76,7 +76,7 @@ class KindOptions:
         list[str], option("R", "Name, module:function or file.py:function. May be repeated.")
     ] = field(default_factory=list[str])
     preprocessing_pipeline: Annotated[
-        str | None, option("P", "What is done to each row: generic, deepseek or file.py:function.")
+        str | None, option("P", "How rows are prepared: generic, deepseek or file.py:function.")
     ] = None
     max_steps: Annotated[int | None, option("N", "Steps to train; default: 500.", min=1)] = None
     learning_rate: Annotated[float | None, option("X", "Learning rate; default: 5e-6.")] = None

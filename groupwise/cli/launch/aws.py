@@ -45,7 +45,7 @@ def aws(
         int | None,
         option(
             "N",
-            "Size of its disk; default: what its image, the environment, the model and the checkpoints take.",
+            "Size of the disk in GB; default: enough for image, environment, model and checkpoints.",
             min=8,
             max=16_384,
         ),
@@ -53,7 +53,7 @@ def aws(
     spot: Annotated[
         bool,
         flag(
-            "A cheaper machine that AWS may take back after two minutes' notice. --max-price is the most that is paid.",
+            "A cheaper machine that AWS may take back after two minutes' notice. --max-price is the highest price paid.",
             "--spot",
         ),
     ] = False,

@@ -9,6 +9,9 @@ from pydantic import model_validator
 
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
+LENGTHS = (("training", "max_steps"), ("training", "num_train_epochs"))
+"""The two keys that say how long a run is; a config has one of them."""
+
 
 class OptimisationConfig(Strict):
     """Budget, step size and optimiser: what every training has."""

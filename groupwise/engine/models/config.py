@@ -15,6 +15,45 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
+    name: str = setting(
+        ...,
+        "A hub id, a local folder, a .gguf file, or an alias (`smollm2-135m-instruct`, `tiny`).",
+        min_length=1,
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub id; null is the hub's main branch."
+    )
+    adapter: str | None = setting(
+        None,
+        "A PEFT adapter to start from: a folder, or a hub id; with the backend tinker, a tinker:// path of a saved state. null starts from "
+        "the model as it is.",
+    )
+    adapter_revision: str | None = setting(
+        None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
+    )
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
+        "auto",
+        "Number format of the computation and of frozen weights; auto takes what suits the model and machine. Weights that are all "
+        "trained (lora: null) stay float32. tf32 keeps everything in float32, but a GPU rounds the factors of its matrix products to "
+        "TF32 (11 significant bits instead of 24), which makes them several times faster.",
+    )
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "Arguments that the chat template receives in every conversation, such as {enable_thinking: false}. A row's own column "
+        "`chat_template_kwargs` overrides them.",
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code from the model's repository. Off, because it can do anything."
+    )
+    max_seq_length: int | None = setting(
+        None,
+        "Maximum tokens of prompt and completion together; null is the model's own limit.",
+        ge=2,
+    )
+
     backend: Literal["transformers", "unsloth", "tunix", "tinker"] = setting(
         "transformers",
         "What loads the model and computes with it. transformers: torch. unsloth: torch with Unsloth's kernels for GPUs (pip install "
@@ -58,45 +97,6 @@ class ModelConfig(Strict):
         "Backend tunix: its devices as [fsdp, tp]. fsdp is the number over which weights and rows are divided, tp the number that "
         "share each product. null: all devices, as [all, 1].",
         on_resume="warn",
-    )
-
-    name: str = setting(
-        ...,
-        "A hub id, a local folder, a .gguf file, or an alias (`smollm2-135m-instruct`, `tiny`).",
-        min_length=1,
-    )
-    revision: str | None = setting(
-        None, "Branch, tag or commit of a hub id; null is the hub's main branch."
-    )
-    adapter: str | None = setting(
-        None,
-        "A PEFT adapter to start from: a folder, or a hub id; with the backend tinker, a tinker:// path of a saved state. null starts from "
-        "the model as it is.",
-    )
-    adapter_revision: str | None = setting(
-        None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
-    )
-    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
-        "auto",
-        "Number format of the computation and of frozen weights; auto takes what suits the model and machine. Weights that are all "
-        "trained (lora: null) stay float32. tf32 keeps everything in float32, but a GPU rounds the factors of its matrix products to "
-        "TF32 (11 significant bits instead of 24), which makes them several times faster.",
-    )
-    chat_template: str | None = setting(
-        None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
-    )
-    chat_template_kwargs: dict[str, Any] = setting(
-        {},
-        "Arguments that the chat template receives in every conversation, such as {enable_thinking: false}. A row's own column "
-        "`chat_template_kwargs` overrides them.",
-    )
-    trust_remote_code: bool = setting(
-        False, "Run Python code from the model's repository. Off, because it can do anything."
-    )
-    max_seq_length: int | None = setting(
-        None,
-        "Maximum tokens of prompt and completion together; null is the model's own limit.",
-        ge=2,
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import OptimiserParams
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, TinkerEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
@@ -45,7 +45,7 @@ class TrainingCalls:
     def __init__(
         self,
         registry: SessionRegistry,
-        engine: VerbEngine,
+        engine: TinkerEngine,
         ledger: Ledger,
         checkpoints: Checkpoints,
         *,

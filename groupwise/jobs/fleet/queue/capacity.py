@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.queue.placement import (
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey, best_of_shapes
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, Contact, Observed
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.jobs.hosts.answers import vendor_of
 
@@ -91,7 +91,7 @@ class MachinesRead(IntEnum):
 
 
 @dataclass(slots=True)
-class View:
+class FreeCapacity:
     """Free capacity at one moment, less the bookings by `take` since. Machines that it lacks are read when a job needs them."""
 
     now: float
@@ -114,7 +114,7 @@ class View:
     changed: Collection[str] | None = None
     """For the holder of a lock: if too many machines have room to name all, these and `MOST_NAMED` others are read."""
 
-    def look(
+    def find_placement(
         self,
         resources: Resources,
         project: str,
@@ -280,12 +280,14 @@ def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
-def view(session: Session, projects: Collection[str], apart_from: str | None = None) -> View:
+def view(
+    session: Session, projects: Collection[str], apart_from: str | None = None
+) -> FreeCapacity:
     """Read the free capacity, the withheld capacity, and the quotas of these projects.
 
     What the job `apart_from` still holds, from an attempt that has ended, counts as free.
     """
-    now = seconds(session)
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None, apart_from)
@@ -295,13 +297,15 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
         )
         for name, max_gpus in _read_quotas(session, counted_projects).items()
     }
-    return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
+    return FreeCapacity(
+        now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits
+    )
 
 
 def machines_for_gangs(session: Session) -> dict[str, Machine] | None:
     """All machines, if a job on several of them has waited long, so that capacity is withheld for it. Call it before a lock is taken:
     in a large fleet this takes a second."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = _long_waiting_jobs(session, now)
     has_gang = any(resources.machines > 1 for _, resources, _ in jobs)
     return machines(session, now) if has_gang else None
@@ -312,14 +316,14 @@ def view_of_room(
     projects: Collection[str],
     known: Mapping[str, Machine] | None = None,
     changed: Collection[str] | None = None,
-) -> View:
+) -> FreeCapacity:
     """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known` and
-    `changed`: see `View`."""
-    now = seconds(session)
+    `changed`: see `FreeCapacity`."""
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     names = _at_most_named(session, _FREE_GPUS, changed)
-    return View(
+    return FreeCapacity(
         now,
         machines(session, now, names),
         deque(waiting_jobs),

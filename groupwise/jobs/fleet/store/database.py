@@ -296,7 +296,7 @@ def _sqlite_clock(*_: Any, **__: Any) -> str:
     return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
-def seconds(session: Session) -> float:
+def database_time(session: Session) -> float:
     """Seconds since 1970 by the database's clock."""
     moment: float | None = session.info.get(_MOMENT)
     return session.execute(_NOW).scalar_one() if moment is None else moment
@@ -305,7 +305,7 @@ def seconds(session: Session) -> float:
 @contextmanager
 def at_one_moment(session: Session) -> Generator[None, None, None]:
     """Freeze `seconds` at its value on entry: for short writes of many rows that take no locks of others."""
-    session.info[_MOMENT] = seconds(session)
+    session.info[_MOMENT] = database_time(session)
     try:
         yield
     finally:

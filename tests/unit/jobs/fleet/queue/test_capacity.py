@@ -13,12 +13,12 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Job, Project
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
     claim_some,
@@ -152,7 +152,7 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
     submit(database, "job", gpus=1)
     looked = capacity.view_of_room
 
-    def look(session: Session, projects: list[str]) -> capacity.View:
+    def look(session: Session, projects: list[str]) -> capacity.FreeCapacity:
         found = looked(session, projects)
         session.execute(update(VM).values(projects=["others"]))
         return found
@@ -236,7 +236,7 @@ def test_why_a_job_waits(database: Database) -> None:
     submit(database, "after", gpus=0, after=["w0:ok"])
     assert "w0 has completed" in explain(database, "after")[0]
     finish(database, "r0", "queued", "network")
-    later = database.run(seconds) + 100
+    later = database.run(database_time) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
     assert explain(database, "r0")[0].startswith("it is tried again in ")
     execute(database, """UPDATE attempts SET evidence = '{"because": "exit code 1"}'""")
