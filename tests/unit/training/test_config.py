@@ -108,12 +108,13 @@ def test_an_argument_that_says_how_long_replaces_what_the_file_says_in_the_other
     assert lengths({"max_steps": None, "num_train_epochs": 1}, "training.max_steps=3") == (3, None)
     assert lengths({"max_steps": 9}, "training.num_train_epochs=2") == (None, 2.0)
     assert lengths({"max_steps": 9}, "training.num_train_epochs=null") == (9, None)
-    for both in (
-        ({"max_steps": 9, "num_train_epochs": 1},),
-        ({}, "training.max_steps=3", "training.num_train_epochs=2"),
+    both: dict[str, Any] = {"max_steps": 9, "num_train_epochs": 1}
+    for training, given in (
+        (both, ()),
+        ({}, ("training.max_steps=3", "training.num_train_epochs=2")),
     ):
         with pytest.raises(ConfigError, match="one of the two"):
-            lengths(*both)
+            lengths(training, *given)
 
 
 @pytest.mark.parametrize("given", [
