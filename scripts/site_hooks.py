@@ -21,7 +21,7 @@ import groupwise
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
-TABLE = re.compile(r"^\| name \| is \|\n(?:\|.*\n?)+", re.MULTILINE)
+TABLE = re.compile(r"^\| name \| meaning \|\n(?:\|.*\n?)+", re.MULTILINE)
 NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 LOADED = re.compile(r"(?:src=|<link [^>]*href=)[\"']https?://[^\"']*")
 KEY = re.compile(r"\| `(\w+)[.`]")
