@@ -61,7 +61,7 @@ if (location.protocol === "file:") {
 }
 """
 """The theme would load such a script from unpkg.com."""
-LESS_FOUND = ("decisions/", "correctness.md", "lab-notes.md", *AT_THE_TOP)
+LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", *AT_THE_TOP)
 """Pages that a search shows after the others."""
 
 
