@@ -26,7 +26,7 @@ from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
 from groupwise.training.evaluation.statistics import welch_difference
 
-MOST_WARNINGS = 20
+MAX_WARNINGS = 20
 """Most warnings listed, the newest."""
 NEWEST_FAILURES = 5_000
 """Most rollouts without a score whose reasons are read, the newest."""
@@ -58,7 +58,7 @@ def overview_of(path: Path, entry: RunEntry) -> dict[str, Any]:
             "advice": advice,
             "change": _change_of_reward(store, entry.info),
             "problems": _problems(entry.info, meta.get("error"), advice, warnings),
-            "warnings": [asdict(warning) for warning in warnings[-MOST_WARNINGS:]],
+            "warnings": [asdict(warning) for warning in warnings[-MAX_WARNINGS:]],
             "all_warnings": len(warnings),
             "failures": [asdict(failure) for failure in store.failures(newest=NEWEST_FAILURES)],
             "newest_failures": NEWEST_FAILURES,
