@@ -43,14 +43,19 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 
 def choose_device() -> str:
     """`cuda` if torch can use a GPU, else `cpu`."""
-    build = _torch_version_module()
-    if build.cuda is None and build.hip is None:
+    if not is_gpu_build():
         return "cpu"
     if sys.platform == "linux" and not any(any(DEVICES.glob(name)) for name in DRIVERS):
         return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def is_gpu_build() -> bool:
+    """True if torch is a build for GPUs, whether or not this machine has one."""
+    build = _torch_version_module()
+    return build.cuda is not None or build.hip is not None
 
 
 @cache

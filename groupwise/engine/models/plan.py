@@ -30,6 +30,7 @@ from groupwise.engine.models.footprint import (
     sizes_of,
     slot_cache,
 )
+from groupwise.engine.models.machine import is_gpu_build
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 PROCESS_MIB = 600.0
 """MiB of a process that has imported torch and transformers and has computed something."""
+GPU_BUILD_MIB = 480.0
+"""Further MiB of that process if torch is a build for GPUs, whose libraries are larger, also on a machine without a GPU."""
 RANK_MIB = 150.0
 """MiB that each rank does not share with the zygote once it has computed; the rest is shared."""
 MAIN_MIB = 150.0
@@ -155,9 +158,9 @@ def plan_model(
     copies = 1 if lora else processes + (processes > 1)
     full = parts if lora is None else 1
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
-    interpreters = PROCESS_MIB
+    interpreters = PROCESS_MIB + (GPU_BUILD_MIB if is_gpu_build() else 0.0)
     if processes > 1:  # the main process, the zygote, and the memory that each rank does not share
-        interpreters = MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
+        interpreters += MAIN_MIB + (processes - 1) * RANK_MIB
     cache = processes * held.cache(decoding) / MIB if decoding else 0.0
     memory = MemoryPlan(
         process=interpreters if device == "cpu" else 0.0,

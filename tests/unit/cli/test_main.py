@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from groupwise import __main__ as program
 from groupwise.cli.main import main
 from groupwise.core.errors import ConfigError, NothingScoredError
 from groupwise.engine.distributed import prefork
@@ -234,3 +235,18 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 def test_help_cuts_no_summary_off(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*group, "--help"]) == 0
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("modules", [[], ["triton"]])
+def test_triton_is_collected_at_exit_so_that_it_reports_no_leaks(
+    modules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr("groupwise.cli.main.main", lambda: 0)
+    monkeypatch.setattr(program.gc, "disable", lambda: None)
+    monkeypatch.setattr(program.gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert program.main() == 0
+    assert bool(frozen) is not bool(modules)

@@ -10,9 +10,9 @@ from groupwise.core.extras import extra_of, require_packages
 def test_only_what_is_missing_is_named_with_the_extra_that_brings_it() -> None:
     require_packages("The dashboard", "web", "pydantic")
     with pytest.raises(UsageError) as error:
-        require_packages("The dashboard", "web", "pydantic", "no_such_a", "no_such_b")
+        require_packages("The dashboard", "web", "pydantic", *(f"no_such_{x}" for x in "abc"))
     assert error.value.message == (
-        "The dashboard needs no_such_a and no_such_b, which are not installed: pip install 'groupwise[web]'."
+        "The dashboard needs no_such_a, no_such_b and no_such_c, which are not installed: pip install 'groupwise[web]'."
     )
 
 

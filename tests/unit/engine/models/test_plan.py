@@ -45,6 +45,11 @@ ROOT = Path(__file__).resolve().parents[4]
 DECODING = Decoding(slots=8, key_length=64, completion=33, prompts=2, prompt=32)
 
 
+@pytest.fixture(autouse=True)
+def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "is_gpu_build", lambda: False)
+
+
 @pytest.fixture
 def bare(tmp_path) -> ModelConfig:
     """A config without weights."""
@@ -125,6 +130,12 @@ def test_processes_share_what_is_frozen(bare):
     assert three.activations == pytest.approx(3 * one.activations)
     assert three.trained > 3 * one.trained, "and a place to add up gradients"
     assert (one.process, three.process) == (600, 600 + 150 + 2 * 150), "torch is imported once"
+
+
+def test_a_build_for_gpus_has_larger_libraries_on_the_cpu_too(bare, monkeypatch):
+    monkeypatch.setattr(plan, "is_gpu_build", lambda: True)
+    assert memory(bare, LoraConfig(r=4)).process == 1080
+    assert memory(bare, LoraConfig(r=4), device="cuda").process == 0
 
 
 STEP = """
