@@ -872,7 +872,7 @@ def is_a_command(words: list[str]) -> bool:
 
 @cache
 def config_keys() -> frozenset[str]:
-    tables = documentation() + sft_config.documentation()
+    tables = "\n".join([*documentation().values(), *sft_config.documentation().values()])
     return frozenset(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE))
 
 
