@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.dispatcher import CLAIMED_AT_ONCE
 from groupwise.jobs.fleet.queue import admission, claim, requeue_pending
 from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS
 from groupwise.jobs.fleet.requeue import RequeueManager
-from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.database import Database, connect, database_time, migrate
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Member, Project, Reservation
 from groupwise.jobs.fleet.up import freeze_imported_objects
 
@@ -199,7 +199,7 @@ def add_machines(session: Session, count: int) -> None:
 
 def occupy(session: Session, names: Sequence[str]) -> None:
     """An attempt on each of these machines, which holds all its GPUs."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = [{**row(0), "job_id": f"on-{name}", "project": "earlier"} for name in names]
     session.execute(insert(Job), jobs)
     attempts = [

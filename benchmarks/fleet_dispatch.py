@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.waiting import cancel_and_wait
 from groupwise.jobs.fleet.attempts.effects import Gateway
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts
+from groupwise.jobs.fleet.dispatcher import DispatcherDependencies, GlobalJobDispatcher
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
@@ -30,7 +30,7 @@ from groupwise.jobs.fleet.notify.local import LocalDoorbell
 from groupwise.jobs.fleet.queue import admission, capacity
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.states import FINAL, Contact
-from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.database import Database, connect, database_time, migrate
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
 from groupwise.jobs.fleet.up import freeze_imported_objects
 from groupwise.jobs.hosts.files import BlobStore
@@ -102,7 +102,7 @@ async def measure(url: str, jobs: int, folder: Path) -> Dispatched:
 
 def looked_at_rarely(session: Session) -> dict[str, Any]:
     """Of a machine that was seen just now: nobody polls here, and it is not to become stale meanwhile."""
-    return {"observed_round": seconds(session), "facts": {capacity.LOOK_SECONDS: 3600}}
+    return {"observed_round": database_time(session), "facts": {capacity.LOOK_SECONDS: 3600}}
 
 
 def _add_machines(session: Session, rack: FakeHosts) -> None:
@@ -134,7 +134,7 @@ def submit(database: Database, jobs: int) -> None:
 async def _dispatching(database: Database, rack: FakeHosts, folder: Path) -> AsyncIterator[None]:
     gateway, store = Gateway(database), BlobStore(folder / "blobs")
     bell = LocalDoorbell(folder)
-    parts = Parts(
+    parts = DispatcherDependencies(
         database=database,
         host=lambda machine: rack[machine.vm_id],
         bell=bell,

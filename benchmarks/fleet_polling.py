@@ -172,7 +172,7 @@ async def _all_seen(database: Database, shape: Shape, pace: Pace) -> None:
 def _state(session: Any) -> tuple[dict[str, int], float]:
     rows = session.execute(select(VM.contact, func.count()).group_by(VM.contact)).all()
     oldest = session.scalar(select(func.min(VM.observed_round)).where(VM.contact == "ok"))
-    return dict(rows), databases.seconds(session) - (oldest or 0.0)
+    return dict(rows), databases.database_time(session) - (oldest or 0.0)
 
 
 # Machines within this process

@@ -29,13 +29,13 @@ from groupwise.jobs.fleet.notify.base import Doorbell
 from groupwise.jobs.fleet.notify.local import LocalDoorbell
 from groupwise.jobs.fleet.notify.nats import NatsDoorbell, access_from
 from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+from groupwise.jobs.fleet.operations import submission
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest, from_document
-from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.database import Database, connect, database_time, migrate
 from groupwise.jobs.fleet.store.events import ATTEMPT_ADOPTED
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Event, Job
-from groupwise.jobs.fleet.verbs import submission
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests import fleet_api, nats
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ class Fleet:
         command = ["sh", "-c", wait] if stays else ["true"]
 
         def write(session: Session) -> tuple[str, float]:
-            asked = seconds(session)
+            asked = database_time(session)
             job = admission.submit(session, plain(*command), actor="bench", project="bench")
             return job.job_id, asked
 
@@ -273,7 +273,7 @@ def _running(made: Fleet) -> str:
 
 
 def _kill(made: Fleet, process: subprocess.Popen[bytes]) -> float:
-    at = made.database.run(seconds)
+    at = made.database.run(database_time)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return at
@@ -311,7 +311,7 @@ def submitting(url: str | None, array: int, commands: int = 5, calls: int = 100)
 
 def _seen(session: Session) -> None:
     vm = session.get_one(VM, "local")
-    vm.contact, vm.observed_round = "ok", seconds(session)
+    vm.contact, vm.observed_round = "ok", database_time(session)
 
 
 def _rate(units: int, work: Callable[[], None]) -> float:

@@ -1,7 +1,8 @@
 """What `make docs` adds to mkdocs: its navigation, the pages at the top of the repository, and what Python names are.
 
 The navigation is read from docs/index.md, the one list of all pages: a `##` heading is a section, a `###` heading a part of it, and a
-link in a list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the build.
+link in a list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the
+build, and so does one that loads something from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,13 +21,48 @@ import groupwise
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
-TABLE = re.compile(r"^\| name \| is \|\n(?:\|.*\n?)+", re.MULTILINE)
+TABLE = re.compile(r"^\| name \| meaning \|\n(?:\|.*\n?)+", re.MULTILINE)
 NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+LOADED = re.compile(r"(?:src=|<link [^>]*href=)[\"']https?://[^\"']*")
+KEY = re.compile(r"\| `(\w+)[.`]")
 STYLE = """
 .md-typeset .language-console code { white-space: pre-wrap; }
+.md-typeset td code { word-break: normal; }
+.md-typeset table:not([class]) :is(td, th) { padding: 0.6em 0.8em; min-width: 4rem; }
 @media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
+@media (max-width: 44.9375em) { .md-typeset .language-text code { font-size: 0.5rem; } }
 """
-"""A command is read whole, without scrolling sideways; wide screens have wider pages."""
+"""A command is read whole, without scrolling sideways; names in tables end their lines where CELL's have a break; wide screens have
+wider pages; on a phone drawings are small."""
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+WORKER = """
+// Browsers start no worker for a page that was opened from a folder. This one runs in a hidden frame.
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      document.body.append(frame);
+      this.inside = frame.contentWindow;
+      this.inside.document.open();
+      this.inside.document.write("<body></body>");
+      this.inside.document.close();
+      this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+      const script = this.inside.document.createElement("script");
+      script.src = url;
+      this.loaded = new Promise((resolve) => { script.onload = resolve; });
+      this.inside.document.body.append(script);
+    }
+    postMessage(data) {
+      this.loaded.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+    }
+  };
+}
+"""
+"""The theme would load such a script from unpkg.com."""
+LESS_FOUND = ("decisions/", "correctness.md", "lab-notes.md", *AT_THE_TOP)
+"""Pages that a search shows after the others."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -64,17 +100,56 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in AT_THE_TOP:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     files.append(File.generated(config, "site.css", content=STYLE))
+    files.append(File.generated(config, "iframe-worker.js", content=WORKER))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links between docs/ and the top of the repository, as they are within the site; python.md with a directive for each of its names."""
+    if page.file.src_uri.startswith(LESS_FOUND):
+        page.meta["search"] = {"boost": 0.2}
     if page.file.src_uri in AT_THE_TOP:
         return markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_TOP:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
+    if page.file.src_uri.startswith("configuration"):
+        return in_sections(markdown)
     return described(markdown) if page.file.src_uri == "python.md" else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Long names in tables may be broken after a dot, a slash or an underscore."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"([._/:,=]+)(?=\w)", r"\1<wbr>", code[0])
+
+    return CELL.sub(lambda cell: re.sub(r"(?<=<code>)[^<]+", breakable, cell[0]), html)
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """PluginError if that page would load something from elsewhere."""
+    if elsewhere := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads {elsewhere[0]}")
+    return output
+
+
+def in_sections(markdown: str) -> str:
+    """The table of all keys as one table for each section of a config, below a heading, which gives the page a table of contents."""
+    lines: list[str] = []
+    head: list[str] = []
+    section = ""
+    for line in markdown.splitlines():
+        if line.startswith("| key |") or (head and not section and line.startswith("|---")):
+            head.append(line)
+        elif (key := KEY.match(line)) is None:
+            lines.append(line)
+        else:
+            if key[1] != section:
+                section = key[1]
+                lines += ["", f"## {section}", "", *head]
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def described(markdown: str) -> str:

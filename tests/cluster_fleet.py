@@ -10,19 +10,19 @@ from typing import Any
 from sqlalchemy import select, update
 
 from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Hook, Side
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts
+from groupwise.jobs.fleet.dispatcher import DispatcherDependencies, GlobalJobDispatcher
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.operations import jobs, machines
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
 from groupwise.jobs.fleet.up import Hosts
-from groupwise.jobs.fleet.verbs import jobs, machines
 from groupwise.jobs.hosts.files import BlobStore
-from tests.in_process_fleet import SOMEBODY, NoChance, SilentBell, nothing, quick
+from tests.in_process_fleet import SOMEBODY, NoJitter, SilentBell, nothing, quick
 from tests.processes import TIMEOUT_S
 
 PACE = Pace(interval=0.3, longest=0.3, listed=0.1, spread=0.0, least=0.1)
@@ -79,10 +79,10 @@ class ClusterFleet:
     def begin(self, hook: Hook = nothing) -> None:
         """A dispatcher, and the poller unless there is one."""
         if not any(isinstance(each, Poller) for each in self._playing):
-            poller = Poller(self.database, pace=self.pace, chance=NoChance())
+            poller = Poller(self.database, pace=self.pace, rng=NoJitter())
             self._playing[poller] = asyncio.create_task(poller.run())
         gateway, store = Gateway(self.database, hook), BlobStore(self.folder / "blobs")
-        parts = Parts(
+        parts = DispatcherDependencies(
             database=self.database,
             host=self.hosts,
             bell=SilentBell(),

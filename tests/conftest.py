@@ -42,7 +42,7 @@ SLOWEST_FILES = (
     "integration/fleet/test_secrets.py", "integration/fleet/test_injection.py",
     "integration/fleet/test_claim_races.py", "integration/fleet/test_crash_points.py",
     "integration/fleet/test_ssh.py", "integration/server/test_remote_training_server.py",
-    "integration/cookbook/test_loops.py", "integration/agents/test_clients.py", "integration/server/test_verbs.py",
+    "integration/cookbook/test_loops.py", "integration/agents/test_clients.py", "integration/server/test_tinker.py",
     "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",

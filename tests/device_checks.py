@@ -175,17 +175,17 @@ def logits_are_near_those_of_transformers(case: DeviceCase, name: str, dtype: to
 @torch.inference_mode()
 def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[int, Tensor]]:
     """Rows that come and go at random: of each token of each row what it is and its logits."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     engine.reset()
     prompts = [engine.prefill(text(length).tolist()) for length in (1, 9, 64, 65, 236)]
     found: list[tuple[int, Tensor]] = []
     for _ in range(steps):
-        while len(engine.rows) < 12 and chance.random() < 0.7:
-            engine.add_row(chance.choice(prompts))
+        while len(engine.rows) < 12 and rng.random() < 0.7:
+            engine.add_row(rng.choice(prompts))
         if engine.rows:
-            tokens = [chance.randrange(3, 90) for _ in engine.rows]
+            tokens = [rng.randrange(3, 90) for _ in engine.rows]
             found += zip(tokens, engine.decode(tokens), strict=True)
-            engine.remove_rows([row for row in engine.rows if chance.random() < 0.03])
+            engine.remove_rows([row for row in engine.rows if rng.random() < 0.03])
     return found
 
 

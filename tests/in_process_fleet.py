@@ -17,18 +17,23 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Collected, Part
+from groupwise.jobs.fleet.attempts.controller import Collected, MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning
+from groupwise.jobs.fleet.dispatcher import (
+    DispatcherDependencies,
+    GlobalJobDispatcher,
+    Intervals,
+    Tuning,
+)
+from groupwise.jobs.fleet.operations import jobs, machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import Cleanup, Contact
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
-from groupwise.jobs.fleet.verbs import jobs, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import Host
 from tests.fake_hosts import FakeHosts
@@ -40,7 +45,7 @@ Row = TypeVar("Row")
 SOMEBODY = Actor("user:test")
 
 
-class NoChance(random.Random):
+class NoJitter(random.Random):
     """Always the least: no pause before a job is tried again."""
 
     def uniform(self, a: float, b: float) -> float:
@@ -69,26 +74,26 @@ class Fetched:
         """What goes wrong when artefacts are collected."""
         self.collections = 0
 
-    async def catch_up(self, part: Part, size: int) -> None:
-        found = await part.runner.log(part.job_id, part.epoch, 0)
-        self.logs[part.job_id, part.epoch] = found.data[:size]
+    async def catch_up(self, output: MemberOutput, size: int) -> None:
+        found = await output.runner.log(output.job_id, output.epoch, 0)
+        self.logs[output.job_id, output.epoch] = found.data[:size]
 
-    async def mirror(self, part: Part) -> None:
-        self.mirrored.append((part.job_id, part.epoch))
+    async def mirror(self, output: MemberOutput) -> None:
+        self.mirrored.append((output.job_id, output.epoch))
 
-    async def collect(self, part: Part) -> Collected:
+    async def collect(self, output: MemberOutput) -> Collected:
         self.collections += 1
         if self.fault is not None:
             raise self.fault
-        await part.runner.manifest(part.job_id, part.epoch)
+        await output.runner.manifest(output.job_id, output.epoch)
         return Collected(self.problem)
 
 
 def quick() -> Tuning:
     return Tuning(
-        rhythm=Intervals(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
+        intervals=Intervals(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
         pauses=Pauses(first=0.004, longest=0.02, idle=0.05, poll=0.5),
-        chance=NoChance(),
+        rng=NoJitter(),
     )
 
 
@@ -134,7 +139,7 @@ class InProcessFleet:
     # dispatchers
 
     def dispatcher(self, owner: str = "one", hook: Hook = nothing) -> GlobalJobDispatcher:
-        parts = Parts(
+        parts = DispatcherDependencies(
             database=self.database,
             host=self.host,
             bell=SilentBell(),
@@ -233,7 +238,7 @@ class InProcessFleet:
 
 def _add_machines(session: Session, vms: Mapping[str, Sequence[str]]) -> None:
     for vm_id, gpus in vms.items():
-        session.add(VM(vm_id=vm_id, contact=Contact.OK, observed_round=seconds(session)))
+        session.add(VM(vm_id=vm_id, contact=Contact.OK, observed_round=database_time(session)))
         session.flush()
         for index, uuid in enumerate(gpus):
             session.add(

@@ -1,4 +1,4 @@
-"""The routes of the verbs over one service, with a key.
+"""The routes of the Tinker API over one service, with a key.
 
 The client's package `tinker` is part of the extra `dev`; where it is missing, the tests that import this fail and say so.
 """
@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from groupwise.api.http.bodies import Bodies
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.tinker.routes import verb_routes
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.routes import tinker_routes
+from groupwise.server.tinker.service import TinkerService
 from groupwise.server.tinker.tensors import is_installed
 
 KEY = "tml-1-secret"
@@ -24,5 +24,5 @@ def only_this_key(request: Request) -> None:
         raise Refusal("unauthorised")
 
 
-def app(service: VerbService, poll: float = 0.2, bodies: Bodies | None = None) -> Starlette:
-    return Starlette(routes=verb_routes(service, only_this_key, poll=poll, bodies=bodies))
+def app(service: TinkerService, poll: float = 0.2, bodies: Bodies | None = None) -> Starlette:
+    return Starlette(routes=tinker_routes(service, only_this_key, poll=poll, bodies=bodies))

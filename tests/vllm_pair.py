@@ -38,7 +38,7 @@ class Clock:
         """By the number of the sleep."""
 
     def timing(self) -> Timing:
-        return Timing(clock=lambda: self.now, sleep=self.sleep, chance=lambda: 1.0)
+        return Timing(clock=lambda: self.now, sleep=self.sleep, jitter=lambda: 1.0)
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)

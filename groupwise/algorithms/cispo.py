@@ -18,31 +18,24 @@ Degenerate cases: those of `grpo`; the tokens of a masked truncated rollout are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.group_relative import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative, ScaledRewards
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
-from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cispo(GroupRelative):
+class Cispo(ScaledRewards, GroupRelative):
     """A capped, detached weight times the log-probability; mean over the tokens of the step."""
 
     name: ClassVar[str] = "cispo"
 
     epsilon_high: float = field(default=4.0, metadata=metadata_of(Clipped, "epsilon_high"))
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor

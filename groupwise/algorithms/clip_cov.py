@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias
 
-from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.group_relative import ScaledRewards
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards
 from groupwise.core.types import Group, Rollout, RolloutCredit
 
@@ -36,7 +36,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipCov(Clipped):
+class ClipCov(ScaledRewards, Clipped):
     """No gradient for a few of the tokens that lower the entropy most, mean over the tokens of the step."""
 
     name: ClassVar[str] = "clip_cov"
@@ -67,10 +67,6 @@ class ClipCov(Clipped):
                 f"{self.name}.clip_cov_low is {self.clip_cov_low:g}; it must be below clip_cov_high, which is {self.clip_cov_high:g}.",
                 ("clip_cov_low", "clip_cov_high"),
             )
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group; `credits` leaves the chosen tokens out."""
-        return group_relative(groups, self.scale_rewards)
 
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """The advantage of each rollout, and of its tokens, where it is 0 for the chosen ones."""

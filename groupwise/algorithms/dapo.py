@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.group_relative import ScaledRewards
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, with_overlong_punishment
 from groupwise.core.types import Group
@@ -32,7 +32,7 @@ CACHE_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dapo(Clipped):
+class Dapo(ScaledRewards, Clipped):
     """Wider clip above, mean over the tokens of the step, dynamic sampling, over-long shaping."""
 
     name: ClassVar[str] = "dapo"
@@ -91,7 +91,3 @@ class Dapo(Clipped):
                 "at most in a rollout; a fifth of them is usual, which null stands for."
             )
         return cache
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)

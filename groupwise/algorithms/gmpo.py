@@ -24,15 +24,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
+from groupwise.algorithms.advantages import trained_tokens
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.group_relative import GroupRelative, per_rollout
+from groupwise.algorithms.group_relative import GroupRelative, ScaledRewards, per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gmpo(GroupRelative):
+class Gmpo(ScaledRewards, GroupRelative):
     """One ratio for a rollout, the geometric mean of its tokens' clipped ratios."""
 
     name: ClassVar[str] = "gmpo"
@@ -63,10 +63,6 @@ class Gmpo(GroupRelative):
         """The clip, on the side that the advantage pushes to."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return (-math.inf, high) if advantage > 0 else (-self.epsilon, math.inf)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
         """A mean over the rollout's tokens, which all carry the same value."""

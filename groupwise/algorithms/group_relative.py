@@ -30,11 +30,22 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from groupwise.algorithms import kl, ops
-from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
+from groupwise.algorithms.advantages import (
+    Advantages,
+    group_relative,
+    scored_members,
+    tied,
+    trained_tokens,
+)
 from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
-from groupwise.algorithms.knobs import ConflictingKnobs, KnobConflict, check_knobs
+from groupwise.algorithms.knobs import (
+    ConflictingKnobs,
+    KnobConflict,
+    ScaleRewards,
+    check_knobs,
+)
 from groupwise.algorithms.overlong import reward_of_the_task
 from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
@@ -165,8 +176,8 @@ class GroupRelative(NeedsNothing, ABC):
     max_resample_rounds: int = field(
         default=10,
         metadata={
-            "description": "Dynamic sampling: how often groups are drawn anew in a step, before it "
-            "goes on with those that it has.",
+            "description": "Dynamic sampling: maximum rounds in which a step draws groups again; after that it continues with the "
+            "groups that it has.",
             "ge": 1,
             "needs": "dynamic_sampling",
         },
@@ -449,6 +460,18 @@ class GroupRelative(NeedsNothing, ABC):
                     f"{self.name} with {reason} needs {tensor}, but the batch has none. Fill it, or "
                     f"leave {reason.split()[0]} out."
                 )
+
+
+class ScaledRewards:
+    """The advantages of algorithms that have the knob `scale_rewards`."""
+
+    __slots__ = ()
+
+    scale_rewards: ScaleRewards
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        """Centred within the group, and scaled as the knob says."""
+        return group_relative(groups, self.scale_rewards)
 
 
 def per_rollout(groups: Sequence[Group]) -> float:

@@ -20,24 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
+from groupwise.algorithms.advantages import trained_tokens
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.group_relative import per_rollout
+from groupwise.algorithms.group_relative import ScaledRewards, per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grpo(Clipped):
+class Grpo(ScaledRewards, Clipped):
     """Standardised advantages, mean over the tokens of each rollout, then over rollouts."""
 
     name: ClassVar[str] = "grpo"
 
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
         """A mean over the rollout's tokens."""

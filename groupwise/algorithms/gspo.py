@@ -27,17 +27,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
+from groupwise.algorithms.advantages import trained_tokens
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
-from groupwise.algorithms.group_relative import per_rollout
+from groupwise.algorithms.group_relative import ScaledRewards, per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
 from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gspo(Clipped):
+class Gspo(ScaledRewards, Clipped):
     """One ratio for a rollout, the geometric mean of its tokens' ratios, narrowly clipped."""
 
     name: ClassVar[str] = "gspo"
@@ -53,10 +53,6 @@ class Gspo(Clipped):
     def ratio_of_rollout(self) -> bool:
         """True: all rows of a rollout share the mean of its log-ratios."""
         return True
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
         """A mean over the rollout's tokens, which all carry the same value."""

@@ -23,16 +23,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clip_cov import token_covariances, zero_advantages
-from groupwise.algorithms.group_relative import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative, ScaledRewards
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KlCov(GroupRelative):
+class KlCov(ScaledRewards, GroupRelative):
     """A KL penalty for a few of the tokens that lower the entropy most, mean over the tokens of the step."""
 
     name: ClassVar[str] = "kl_cov"
@@ -53,10 +52,6 @@ class KlCov(GroupRelative):
         },
     )
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group; `credits` marks the chosen tokens."""
-        return group_relative(groups, self.scale_rewards)
 
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """The advantage of each rollout, and of its tokens, where it is 0 for the chosen ones."""

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
+from groupwise.algorithms.advantages import trained_tokens
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.group_relative import GroupRelative, per_rollout
+from groupwise.algorithms.group_relative import GroupRelative, ScaledRewards, per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
 from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sapo(GroupRelative):
+class Sapo(ScaledRewards, GroupRelative):
     """A sigmoid gate for each token's ratio, mean over the tokens of each rollout, then over rollouts."""
 
     name: ClassVar[str] = "sapo"
@@ -48,10 +48,6 @@ class Sapo(GroupRelative):
         },
     )
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def scale(self, rollout: Rollout) -> float:
         """A mean over the rollout's tokens."""

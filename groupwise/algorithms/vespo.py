@@ -19,20 +19,17 @@ Degenerate cases: those of `grpo`. A rollout of several rows has one ratio for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.algorithms.group_relative import GroupRelative
+from groupwise.algorithms.group_relative import GroupRelative, ScaledRewards
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
-from groupwise.core.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vespo(GroupRelative):
+class Vespo(ScaledRewards, GroupRelative):
     """A soft, detached weight of each rollout's whole ratio times the log-probability; mean over the tokens of the step."""
 
     name: ClassVar[str] = "vespo"
@@ -71,10 +68,6 @@ class Vespo(GroupRelative):
     def ratio_of_rollout(self) -> bool:
         """True: all rows of a rollout share the sum of its log-ratios."""
         return True
-
-    def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Centred and scaled within the group."""
-        return group_relative(groups, self.scale_rewards)
 
     def surrogate(
         self, batch: TokenBatch, log_ratio_BT: Tensor

@@ -82,13 +82,13 @@ def doctor(
     clear_cache: Annotated[
         bool,
         flag(
-            "Only delete the weights that earlier starts arranged and cached on disk.",
+            "Check nothing; delete the weights that earlier runs have cached on disk.",
             "--clear-cache",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Examine model and engine on this machine, and estimate costs."""
+    """Check model and machine, and estimate memory and time of a run."""
     if clear_cache:
         _clear_weight_cache(as_json=as_json)
         return

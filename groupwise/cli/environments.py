@@ -16,18 +16,19 @@ def install(
     package: Annotated[
         str,
         typer.Argument(
-            metavar="PACKAGE", help="A package of the index, a local folder, or git+https://…."
+            metavar="PACKAGE", help="A package on PyPI, a local folder, or git+https://…"
         ),
     ],
     kind: Annotated[str, option("KIND", "The library that it is written for.")] = "verifiers",
     name: Annotated[str | None, option("NAME", "Its name; default: that of the package.")] = None,
     also: Annotated[
-        list[str] | None, option("PACKAGE", "A further package; may be repeated.", "--with")
+        list[str] | None,
+        option("PACKAGE", "Another package to install with it. May be repeated.", "--with"),
     ] = None,
     locked: Annotated[
         Path | None, option("FILE", "Install the versions of this lock.txt.", exists=True)
     ] = None,
-    again: Annotated[bool, flag("Make it again if it exists.", "--again")] = False,
+    again: Annotated[bool, flag("Reinstall it if it exists.", "--again")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Install an environment into a virtual environment of its own. Prints how to use it."""
@@ -70,6 +71,11 @@ def list_environments(as_json: AsJson = False) -> None:
     found = installed.list_installed()
     if as_json:
         write_json([_as_dict(made) for made in found])
+        return
+    if not found:
+        typer.echo(
+            "No environment is installed. `groupwise environments install PACKAGE` installs one."
+        )
         return
     rows = [
         [

@@ -32,8 +32,8 @@ class SuiteOptions:
         str | None,
         option(
             "COMMAND",
-            "In place of an endpoint: a command that serves the policy, with {policy} or {merged}, and {port}; also {base} and "
-            "{gpus}.",
+            "In place of an endpoint: a command that serves the policy. It must contain {policy} or {merged}, and {port}; it "
+            "may contain {base} and {gpus}.",
         ),
     ] = None
     temperature: Annotated[float | None, option("NUM", "Temperature for a suite; default: 0.")] = (

@@ -11,7 +11,7 @@ from groupwise.cli.options import AsJson, flag, option
 
 def fetch_model(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Its alias, for example smollm2-135m-instruct.")
+        str, typer.Argument(metavar="NAME", help="Alias of the model: smollm2-135m-instruct.")
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -35,10 +35,10 @@ def fetch_tunix(
             "What JAX computes on: cpu, cuda or tpu; default: that of the existing environment, else of this machine.",
         ),
     ] = None,
-    again: Annotated[bool, flag("Make it again if it exists.", "--again")] = False,
+    again: Annotated[bool, flag("Reinstall it if it exists.", "--again")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
+    """Install Tunix and JAX into a virtual environment of their own. Prints the path of its Python."""
     from groupwise.cli.output import write_json
     from groupwise.core.errors import UsageError
     from groupwise.engine.backends.tunix.environment import (

@@ -185,7 +185,7 @@ def generate(
     dry_run: Annotated[bool, flag("Show what would be sent; send nothing.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a service answer prompts, as training data.
+    """Have a service answer prompts, to train on the answers.
 
     The answers train with `groupwise sft`. The same command again continues where it stopped.
     """

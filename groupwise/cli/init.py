@@ -55,7 +55,9 @@ def init(
     overrides: Overrides = None,
     command: Annotated[
         Command | None,
-        option(None, "Command that the config is for; default: rl, if that is possible.", "--for"),
+        option(
+            None, "Command that the config is for; default: rl, if the task allows it.", "--for"
+        ),
     ] = None,
     out: Annotated[
         Path | None,

@@ -32,7 +32,7 @@ TaskOption = Annotated[
     option(
         "TASK",
         "The task: a Python file, package.module, module:attribute, or the name of a "
-        "built-in or installed one. Without it, the config names data and rewards.",
+        "built-in or installed one. Without it, data and rewards come from the config.",
         "--task-module",
         "-t",
     ),

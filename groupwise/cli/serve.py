@@ -28,7 +28,8 @@ class SettingOptions:
         int | None, option("PORT", "Port to listen at; 0: any free port. Default: 8000.")
     ] = None
     model_dir: Annotated[
-        str | None, option("DIR", "Folder whose sub-folders clients may name; default: models.")
+        str | None,
+        option("DIR", "Folder of models; clients may name its sub-folders. Default: models."),
     ] = None
     key_file: Annotated[str | None, option("FILE", "File with one line per API key.")] = None
 

@@ -41,14 +41,14 @@ def web(
     allow_actions: Annotated[
         bool,
         flag(
-            "Keys with the role train or admin may change jobs, and those with admin machines.",
+            "Let keys with the role train or admin change jobs, and keys with admin also machines.",
             "--allow-actions",
         ),
     ] = False,
 ) -> None:
-    """See what your models are doing, in a browser.
+    """Show your runs in a browser: curves, rollouts, evaluations.
 
-    Only this machine gets answers unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
+    Without a key only this machine can open it. A key is in --key-file or GROUPWISE_API_KEY; `groupwise serve --new-key read`
     makes one. Pages update themselves.
     """
     import os
@@ -68,7 +68,7 @@ def web(
         key_hint = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
         shown = [f"the fleet {fleet} at {address}/fleet"] if fleet else []
         shown.append(f"the runs in {dir} at {address}/runs")
-        say(f"showing {' and '.join(shown)}{key_hint} (Ctrl-C ends it)")
+        say(f"showing {', and '.join(shown)}{key_hint} (Ctrl-C stops it)")
 
     with _watched_fleet(fleet) as watched_fleet, _watched_server(server) as watched_server:
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))

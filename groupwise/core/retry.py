@@ -24,7 +24,7 @@ class Timing:
     """Seconds since 1970."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     sleep_blocking: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = random.random
+    jitter: Callable[[], float] = random.random
     """Uniform in [0, 1)."""
 
 
@@ -40,12 +40,12 @@ class Backoff:
         self,
         first: float,
         longest: float,
-        chance: Callable[[], float] = random.random,
+        jitter: Callable[[], float] = random.random,
         low: float = 0.5,
     ) -> None:
         """`first`, `longest`: bounds in seconds. A pause is random between `low` times its bound and the bound."""
         self._first, self._longest = first, longest
-        self._chance, self._low = chance, low
+        self._jitter, self._low = jitter, low
         self._failures = 0
 
     def reset(self) -> None:
@@ -56,7 +56,7 @@ class Backoff:
         """Seconds until the next attempt. `least`: the pause that the other side asked for (`Retry-After`); the random one is added."""
         self._failures += 1
         bound = doubled(self._first, self._failures, self._longest)
-        return least + bound * (self._low + (1.0 - self._low) * self._chance())
+        return least + bound * (self._low + (1.0 - self._low) * self._jitter())
 
 
 class Retry:

@@ -212,7 +212,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The sampler's draw for one member."""
+    """One sampled completion, with its tokens and log-probabilities."""
 
     token_ids: tuple[int, ...]
     """The sampled tokens verbatim; a stop token that was drawn is the last of them."""
@@ -348,7 +348,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one example in one draw."""
+    """The rollouts of one example that are compared with each other."""
 
     draw: int
     example: Example

@@ -26,15 +26,15 @@ from groupwise.dashboard.fleet import machines as fleet_machines
 from groupwise.dashboard.live import Streams, live
 from groupwise.dashboard.pages import ROOT_PATH, respond_error, respond_not_found, root_path
 from groupwise.dashboard.runs import (
-    answers,
-    comparing,
+    compare_answers,
+    compare_runs,
     curves,
-    evaluating,
+    evaluations,
     files,
     overview,
-    reading,
+    rollouts,
+    run_list,
 )
-from groupwise.dashboard.runs import listing as runs
 from groupwise.dashboard.templates import STATIC
 from groupwise.runs.find import run_folders
 
@@ -58,14 +58,14 @@ def make_app(context: DashboardContext) -> ASGIApp:
     """The application. Its `state.context` holds everything that pages are made of."""
     routes = [
         Route("/", _redirect_to_first_page),
-        *runs.ROUTES,
-        *comparing.ROUTES,
-        *answers.ROUTES,
+        *run_list.ROUTES,
+        *compare_runs.ROUTES,
+        *compare_answers.ROUTES,
         *curves.ROUTES,
         *overview.ROUTES,
         *files.ROUTES,
-        *reading.ROUTES,
-        *evaluating.ROUTES,
+        *rollouts.ROUTES,
+        *evaluations.ROUTES,
         *fleet_machines.ROUTES,
         *fleet_jobs.ROUTES,
         *server.ROUTES,

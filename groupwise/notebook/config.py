@@ -117,13 +117,15 @@ class TrainingConfig(UserModel):
         "openrubrics, gsm8k, arithmetic, a registered name, a hub id or a file. None: openrubrics, if use_openrubrics.",
         min_length=1,
     )
-    use_openrubrics: bool = setting(True, "Take openrubrics where no dataset is named.")
+    use_openrubrics: bool = setting(True, "Use openrubrics if no dataset is named.")
     openrubrics_max: int = setting(
-        2000, "Most rows of openrubrics; a sample by the seed, if it has more.", ge=2
+        2000,
+        "Maximum number of rows of openrubrics; if it has more, the seed chooses a sample.",
+        ge=2,
     )
     dataset_max: int | None = setting(
         None,
-        "Most rows of any other dataset; a sample by the seed, if it has more. None: all of them.",
+        "Maximum number of rows of any other dataset; if it has more, the seed chooses a sample. None: all.",
         ge=2,
     )
     save_to_drive: bool = setting(
@@ -139,11 +141,15 @@ class TrainingConfig(UserModel):
         2, "Completions of each prompt, which are compared with each other.", ge=2
     )
     num_iterations: int = setting(1, "Passes over the completions of a step.", ge=1)
-    beta: float = setting(0.08, "Weight of the KL penalty to the model as it was.", ge=0)
+    beta: float = setting(
+        0.08, "Weight of the KL penalty, which keeps the policy near the model at the start.", ge=0
+    )
     epsilon: float = setting(0.2, "The ratio of probabilities is clipped at 1 ± epsilon.", gt=0)
     batch_size: int = setting(2, "Prompts in a batch.", ge=1)
-    max_prompt_length: int = setting(256, "Tokens; longer prompts are left out.", ge=1)
-    total_generation_steps: int = setting(512, "Most tokens of a completion.", ge=1)
+    max_prompt_length: int = setting(
+        256, "Maximum number of tokens of a prompt; longer prompts are left out.", ge=1
+    )
+    total_generation_steps: int = setting(512, "Maximum number of tokens of a completion.", ge=1)
     train_fraction: float = setting(
         0.9,
         "Share of the rows, and of num_batches, that is trained on; the other rows are the test part.",
@@ -156,11 +162,11 @@ class TrainingConfig(UserModel):
     solution_end: str = setting("</answer>", "What it ends with.")
     system_prompt: Computed = setting(
         None,
-        "Stands before each question. Not given: asks for reasoning and answer between the four marks; an empty text: nothing.",
+        "Text before each question. Not given: asks for reasoning and answer between the four marks; an empty text: none.",
     )
-    wandb_api_key: Secret | None = setting(None, "Of Weights & Biases, for report_to.")
+    wandb_api_key: Secret | None = setting(None, "Key of Weights & Biases, for report_to.")
     kaggle_username: Secret | None = setting(
-        None, "For what your own cells load from Kaggle; kagglehub finds it."
+        None, "User name for what your own cells load from Kaggle; kagglehub finds it."
     )
     kaggle_key: Secret | None = setting(None, "Likewise.")
     hf_token: Secret | None = setting(
@@ -168,14 +174,14 @@ class TrainingConfig(UserModel):
     )
     devices: Devices = setting(
         "auto",
-        "auto; of the backend torch how many processes work on it, on a CPU; of the backend tunix how many devices, or a mesh, (fsdp, tp).",
+        "auto; backend torch on a CPU: the number of processes; backend tunix: the number of devices, or a mesh (fsdp, tp).",
     )
     overrides: dict[str, Any] = setting(
         {},
         'Any key of the core by its dotted name, {"training.weight_decay": 0.0}; it wins over what is set here.',
     )
     seed: int = setting(
-        42, "Of the split, the order, every sampled token and the adapter's start.", ge=0
+        42, "Decides the split, the order, every sampled token and the adapter's start.", ge=0
     )
     backend: Backend = setting(
         "auto", "What trains: torch, or tunix (JAX); auto takes tunix on a TPU, else torch."

@@ -24,6 +24,9 @@ MOST_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
 LEAST_DISTINCT = 0.5
 """Share of distinct completions below which the members of a group count as alike."""
+MOST_SOLVED = 0.9
+"""Share of solved completions above which equal rewards and sure answers are no fault: the policy has learnt what there is."""
+FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Advice:
 
     metric: str
     problem: str
-    """What is wrong, in a few words."""
+    """What is wrong, in a few words; "" if nothing is."""
     holds: Callable[[float], bool]
     says: str
     """A text with `{value}` in place of the number."""
@@ -68,6 +71,14 @@ RULES = (
         "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
         "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
         "that pay for what comes before a right answer.",
+    ),
+    Advice(
+        SOLVED,
+        "",
+        lambda value: value > MOST_SOLVED,
+        "{value} of the completions of the last steps are solved: little is left to learn.",
+        "Compare it with the untrained model on held-out prompts (groupwise eval). To go on: harder examples, or a reward that tells good "
+        "from very good.",
     ),
     Advice(
         "completions/clipped_ratio",
@@ -141,12 +152,15 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     scored, *unscored_shares = (means.get(name, 0.0) for name in outcomes)
     if total := scored + sum(unscored_shares):
         means["rollouts/unscored"] = sum(unscored_shares) / total
+    learnt = means.get(SOLVED, 0.0) > MOST_SOLVED
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
         applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
         if rule.metric == WITHOUT_SIGNAL and DISTILLATION in means:
             continue  # the teacher has something to say of equal rewards, too
+        if learnt and rule.metric in FAULTS_UNLESS_LEARNT:
+            continue
         if value is not None and rule.holds(value) and applies:
             text = rule.says.format(value=rule.form.format(value))
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}

@@ -50,25 +50,25 @@ class HubSection(Strict):
 
     repo_id: str | None = setting(
         None,
-        "OWNER/NAME on the hub, to which the final weights, the tokenizer and the model card are uploaded; made if it is not there. "
-        "They stay in the run's folder as well. null: no upload.",
+        "OWNER/NAME on the hub, to which the final weights, the tokenizer and the model card are uploaded; it is created if it does "
+        "not exist. The files stay in the run's folder as well. null: no upload.",
         on_resume="free",
         min_length=1,
     )
     revision: str = setting(
         "main",
-        "Branch that receives them; made if it is not there.",
+        "Branch that receives them; it is created if it does not exist.",
         on_resume="free",
         min_length=1,
     )
     private: bool = setting(
         True,
-        "Whether a repository that is made is private. true: one that is there and public is refused.",
+        "Whether a new repository is private. true: an existing public one is refused.",
         on_resume="free",
     )
     overwrite: bool = setting(
         False,
-        "Replace what the branch holds; its history keeps it. false: a branch with other files is refused.",
+        "true: replace what the branch holds; its history keeps the old files. false: a branch with other files is refused.",
         on_resume="free",
     )
 
@@ -94,17 +94,20 @@ class RunSection(Strict):
         "runs", "Folder that holds the runs, on a local disk.", on_resume="free", min_length=1
     )
     save_steps: int = setting(
-        10, "Steps between checkpoints; a crash costs at most so many.", on_resume="free", ge=1
+        10, "Steps between checkpoints; a crash costs at most this many.", on_resume="free", ge=1
     )
     save_total_limit: int | None = setting(
-        2, "Checkpoints kept, the newest ones; null keeps all.", on_resume="free", ge=1
+        2,
+        "Number of checkpoints that are kept, the newest ones; null: all.",
+        on_resume="free",
+        ge=1,
     )
     logging_steps: int = setting(
         1, "Steps between lines of progress; every step is recorded.", on_resume="free", ge=1
     )
     keep_tokens: bool = setting(
         True,
-        "Store token ids and log-probabilities of every rollout beside its text; costs disk.",
+        "Store token ids and log-probabilities of every rollout beside its text, which takes disk space.",
         on_resume="free",
     )
     threads: int | None = setting(
@@ -115,9 +118,9 @@ class RunSection(Strict):
     )
     processes: int | None = setting(
         None,
-        "Processes that sample and learn side by side, the threads divided among them, with one copy of the model's weights; 1 "
-        "does it in the process that runs the loop. null chooses for the machine: one thread each on a CPU, but 1 on a GPU, for "
-        "small models and for full fine-tuning. Other numbers change the last bits.",
+        "Processes that sample and learn side by side; they share the threads and one copy of the model's weights. 1: the process of "
+        "the loop does both. null chooses for the machine: one for each thread on a CPU, but 1 on a GPU, for small models and for "
+        "full fine-tuning. Other numbers change the last bits.",
         on_resume="warn",
         ge=1,
     )
@@ -130,8 +133,8 @@ class RunSection(Strict):
     )
     profile: int | tuple[int, ...] | None = setting(
         None,
-        "Steps whose work is traced: one or a list. profile/step-N.json shows it in "
-        "Perfetto, profile/step-N.txt says what took longest. Such a step is slower.",
+        "Steps whose work is traced: one or a list. profile/step-N.json is for Perfetto, profile/step-N.txt lists what took longest. "
+        "A traced step is slower.",
         on_resume="free",
     )
     report_to: Literal["none"] | SinkName | tuple[SinkName, ...] = setting(
@@ -142,7 +145,7 @@ class RunSection(Strict):
     )
     wandb_project: str | None = setting(
         None,
-        "Project in Weights & Biases; null takes the environment's WANDB_PROJECT, else groupwise.",
+        "Project in Weights & Biases; null: the environment variable WANDB_PROJECT, else groupwise.",
         on_resume="free",
         min_length=1,
     )
@@ -160,13 +163,13 @@ class RunSection(Strict):
     )
     mlflow_experiment: str | None = setting(
         None,
-        "Experiment in MLflow; null takes the environment's MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else groupwise.",
+        "Experiment in MLflow; null: the environment variable MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else groupwise.",
         on_resume="free",
         min_length=1,
     )
     num_completions_to_print: int = setting(
         8,
-        "Rollouts of every logging_steps-th step that wandb, trackio, mlflow and jsonl show; 0: none.",
+        "Number of rollouts that wandb, trackio, mlflow and jsonl show, every logging_steps steps; 0: none.",
         on_resume="free",
         ge=0,
     )

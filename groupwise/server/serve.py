@@ -54,7 +54,7 @@ from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.tinker.document import document
-from groupwise.server.tinker.mount import Verbs, VerbsMiddleware
+from groupwise.server.tinker.mount import TinkerApi, TinkerMiddleware
 
 logger = logging.getLogger(__name__)
 
@@ -89,23 +89,23 @@ class Services:
 
     service: Service
     openai: OpenAIService | None = None
-    verbs: Verbs | None = None
+    tinker: TinkerApi | None = None
     parts: PartsService | None = None
 
     async def begin(self) -> None:
         """Open the runs and sessions that the last server left."""
         await self.service.begin()
-        if self.verbs is not None:
-            await self.verbs.begin()
+        if self.tinker is not None:
+            await self.tinker.begin()
         if self.parts is not None:
             await self.parts.begin()
 
     async def shut_down(self, seconds: float) -> None:
-        """End the parts, the verbs and the run. The run is saved within `seconds`."""
+        """End the parts, the Tinker API and the run. The run is saved within `seconds`."""
         if self.parts is not None:
             await self.parts.shut_down()
-        if self.verbs is not None:
-            await self.verbs.shut_down()
+        if self.tinker is not None:
+            await self.tinker.shut_down()
         await self.service.shut_down(seconds)
 
     def application(self, config: ServerConfig, keys: Keyring | None) -> tuple[Serving, ASGIApp]:
@@ -114,14 +114,14 @@ class Services:
         if self.openai is not None:
             of_openai = (*openai_routes(self.openai), *response_routes(self.openai))
         of_parts = parts_routes(self.parts) if self.parts is not None else ()
-        of_verbs = document() if self.verbs is not None else None
-        app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)
+        of_tinker = document() if self.tinker is not None else None
+        app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_tinker)
         if of_openai:
             attach_openai_errors(app)
         serving: Serving = app.state.shared
-        if self.verbs is None:
+        if self.tinker is None:
             return serving, app
-        return serving, VerbsMiddleware(app, self.verbs.service, serving, keys)
+        return serving, TinkerMiddleware(app, self.tinker.service, serving, keys)
 
 
 Build = Callable[[ServerConfig], Awaitable[Services]]
@@ -159,7 +159,7 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Services
     return Services(
         service,
         OpenAIService(service, ledger, config),
-        Verbs(config, ledger, service, make_engine),
+        TinkerApi(config, ledger, service, make_engine),
         _parts_service(config, service, make_engine),
     )
 

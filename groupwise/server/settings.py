@@ -40,17 +40,19 @@ class ServerConfig(Strict):
     }
 
     output_dir: str = setting(
-        ..., "The folder with all that the server keeps: its ledger and its runs.", min_length=1
+        ...,
+        "The folder with everything that the server stores: its ledger and its runs.",
+        min_length=1,
     )
     host: str = setting(
         "127.0.0.1",
-        "The address to listen at; 0.0.0.0 is every one of the machine. Other than this machine's own needs a key.",
+        "The address to listen at; 0.0.0.0 means every address of the machine. Any but the machine's own (127.0.0.1) needs a key.",
         min_length=1,
     )
-    port: int = setting(8000, "0 takes any that is free.", ge=0, le=65535)
+    port: int = setting(8000, "The port to listen at; 0 takes any free one.", ge=0, le=65535)
     model_dir: str = setting(
         "models",
-        "Folder whose sub-folders clients may name as models: as `name`, or `org/name` two levels down.",
+        "Folder whose sub-folders clients may name as models: as `name`, or as `org/name` two levels down.",
         min_length=1,
     )
     allowed_models: tuple[str, ...] = setting(
@@ -60,21 +62,23 @@ class ServerConfig(Strict):
         None, "A file with a line `id role sha256` for each key.", min_length=1
     )
     tls_certificate: str | None = setting(
-        None, "A PEM file with the certificate, and those above it.", min_length=1
+        None, "A PEM file with the certificate, and the certificates above it.", min_length=1
     )
     tls_key: str | None = setting(None, "The PEM file with its private key.", min_length=1)
     proxy_headers: str | None = setting(
         None,
-        "Address of a proxy in front, whose X-Forwarded-For and -Proto are believed; null: no address is believed.",
+        "Address of a proxy whose headers X-Forwarded-For and -Proto are trusted; null: none is.",
         min_length=1,
     )
 
     dashboard: bool = setting(
-        True, "Whether /dashboard has pages for browsers, for those who have a key."
+        True, "Whether /dashboard has pages for browsers, for users with a key."
     )
 
     completions_wait: float = setting(
-        300.0, "Seconds for which a request for completions waits for room before 429.", gt=0
+        300.0,
+        "Seconds for which a request for completions waits for room before it gets 429.",
+        gt=0,
     )
     sampling_time_limit: float = setting(
         600.0, "Seconds in which one request must be sampled.", gt=0
@@ -87,28 +91,33 @@ class ServerConfig(Strict):
     max_engine_restarts: int = setting(
         5, "Restarts of the engine within restart_window; then the run has failed.", ge=0
     )
-    restart_window: float = setting(600.0, "Seconds in which they are counted.", gt=0)
-    max_open_groups: int = setting(1024, "Groups that may be under way with `steps: manual`.", ge=1)
+    restart_window: float = setting(
+        600.0, "Seconds over which restarts of the engine are counted.", gt=0
+    )
+    max_open_groups: int = setting(
+        1024, "Groups that may be open or rewarded at once with `steps: manual`.", ge=1
+    )
 
     max_models: int = setting(
         4,
-        "Models in memory at once: those that clients train by verbs, and the run that is active.",
+        "Models in memory at once: those that Tinker clients train, and the active run.",
         ge=1,
     )
     max_context_length: int = setting(
         2048,
-        "Tokens of prompt and completion in samples by verbs, where no run is active, which says it itself.",
+        "Tokens of prompt and completion when a Tinker client samples; an active run has its own limit.",
         ge=16,
     )
     keep_models_every: int = setting(
         10,
-        "Updates after which the state of a model that is trained by verbs is kept, so that fewer calls are repeated after a failure.",
+        "Updates after which the state of a Tinker client's model is stored; after a failure, later calls are computed again.",
         ge=1,
     )
 
     parts_silence: float = setting(
         120.0,
-        "Seconds without a word after which sampler and learner are taken from a loop that runs elsewhere; it sends one every ten.",
+        "Seconds without a sign of life after which a loop that runs elsewhere loses sampler and learner; it sends one every ten "
+        "seconds.",
         gt=0,
     )
 
@@ -119,22 +128,24 @@ class ServerConfig(Strict):
 
     max_body_bytes: int = setting(
         32 * MIB,
-        "Bytes of a request, at most; of one with settings or names alone, 1 MiB.",
+        "Maximum bytes of a request; 1 MiB if it holds only settings or names.",
         ge=1024,
     )
     requests_per_second: float | None = setting(
         None,
-        "Of each key, on pages and routes alike, in the long run; null: as many as it likes.",
+        "Requests of each key per second in the long run, pages and routes together; null: no limit.",
         gt=0,
     )
     burst: int = setting(
-        50, "Requests that a key may make at once before requests_per_second counts.", ge=1
+        50, "Requests that a key may send at once before requests_per_second counts.", ge=1
     )
-    max_event_streams: int = setting(64, "Streams of GET /events at once.", ge=1)
+    max_event_streams: int = setting(64, "Streams of GET /events that may be open at once.", ge=1)
     shutdown_seconds: float = setting(
-        30.0, "Seconds that the server takes to end after SIGTERM, at most.", gt=0
+        30.0, "Maximum seconds that the server takes to end after SIGTERM.", gt=0
     )
-    log_format: Literal["text", "json"] = setting("text", "Lines for people, or for programs.")
+    log_format: Literal["text", "json"] = setting(
+        "text", "Form of the log's lines. text: for people. json: for programs."
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         """Combinations of settings that contradict each other."""

@@ -31,7 +31,7 @@ from groupwise.core.settings.tree import tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
 from groupwise.core.types import TASK_COLUMN, Example
-from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task
+from groupwise.tasks.contract import Command, Task, builtin_tasks, load_task
 from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
 from groupwise.tasks.data.loading import (
@@ -158,22 +158,22 @@ class ConfiguredTask(Task):
         """See `Task.rubric`; in a mixture with tasks, weights are those of the config's own rewards."""
         return super().rubric(config, tokenizer, None if self._tasks else weights)
 
-    def missing(self, hook: str, verb: Verb) -> str:
+    def missing(self, hook: str, command: Command) -> str:
         """See `Task.missing`: names the config keys that would provide the hook."""
         match hook:
             case "get_reward_funcs":
                 examples = ", ".join(sorted(registered_rewards())[:8])
                 return (
-                    f"The config names data, but no rewards, which `{verb}` needs. Set rewards.reward_funcs, or rewards.router, to names "
-                    f"such as {examples}, or give a task with --task-module."
+                    f"The config names data, but no rewards, which `{command}` needs. Set rewards.reward_funcs, or rewards.router, to "
+                    f"names such as {examples}, or give a task with --task-module."
                 )
             case "get_eval_dataset":
                 return (
-                    f"The config names data, but none that are held out, which `{verb}` needs. Set data.dataset_test_split (test_split of "
-                    "a set of a mixture), or data.test_split_size to a share of the rows."
+                    f"The config names data, but none that are held out, which `{command}` needs. Set data.dataset_test_split (test_split "
+                    "of a set of a mixture), or data.test_split_size to a share of the rows."
                 )
             case _:
-                return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
+                return f"The config gives no {hook}, which `{command}` needs. Give a task with --task-module."
 
 
 def _dataset_config(config: View) -> DatasetConfig:
@@ -248,10 +248,10 @@ def _task_set(config: View, entry: MixtureEntry, source: str, where: str) -> _Ta
     task = load_task(source)
     supervised = _is_supervised(config)
     data, rewards = "get_sft_dataset" if supervised else "get_rl_dataset", "get_reward_funcs"
-    verb: Verb = "sft" if supervised else "rl"
+    command: Command = "sft" if supervised else "rl"
     for hook in (data,) if supervised else (data, rewards):
         if not task.has(hook):
-            raise TaskError(f"{where}: {task.missing(hook, verb)}")
+            raise TaskError(f"{where}: {task.missing(hook, command)}")
         task.check_signature(hook)
     unmixable_hook = "get_sft_data_collator" if supervised else "get_environment"
     if task.has(unmixable_hook):

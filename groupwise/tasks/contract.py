@@ -16,7 +16,7 @@
     get_sft_formatting_func(config, tokenizer)  a function from a row, or a batch, to text or messages
     get_sft_data_collator(config, tokenizer)    a function from rows to a batch with labels
 
-`load_task` finds the task, `require` checks that it has the hooks that a verb needs, and the methods of `Task` call the hooks and
+`load_task` finds the task, `require` checks that it has the hooks that a command needs, and the methods of `Task` call the hooks and
 check their results. Every defect of a task raises a `TaskError` before a model is loaded.
 """
 
@@ -56,7 +56,7 @@ from groupwise.tasks.external.protocol import Program
 from groupwise.tasks.external.task import ExternalHooks
 from groupwise.tasks.rewards.rubric import Rubric
 
-Verb = Literal["rl", "sft", "eval"]
+Command = Literal["rl", "sft", "eval"]
 
 ENTRY_POINTS = "groupwise.tasks"
 """The entry-point group in which installed packages announce their tasks."""
@@ -86,12 +86,12 @@ HOOKS = {
 }
 """Every hook with its parameters."""
 
-NEEDED: dict[Verb, tuple[str, ...]] = {
+NEEDED: dict[Command, tuple[str, ...]] = {
     "rl": ("get_rl_dataset", "get_reward_funcs"),
     "sft": ("get_sft_dataset",),
     "eval": ("get_eval_dataset", "compute_metrics"),
 }
-USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
+USED_IF_THERE: dict[Command, tuple[str, ...]] = {
     "rl": (
         "get_eval_dataset",
         "compute_metrics",
@@ -332,7 +332,7 @@ class Task:
                 f"  found:    {hook}{inspect.signature(function)}"
             )
 
-    def missing(self, hook: str, verb: Verb) -> str:
+    def missing(self, hook: str, command: Command) -> str:
         """The error message for a missing hook."""
         functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
@@ -341,7 +341,7 @@ class Task:
         substitutes = f" (or {others})" if others else ""
         hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
-            f"{self.described} has no {hook}, which `{verb}` needs{substitutes}.\n"
+            f"{self.described} has no {hook}, which `{command}` needs{substitutes}.\n"
             f"  expected: def {_hook_signature(hook)}\n"
             f"  functions there are: {names}{hint}"
         )
@@ -431,18 +431,20 @@ def load_task(source: object) -> Task:
     return Task(source, type(source).__name__, None, _file_of(type(source)))
 
 
-def absent_hooks(task: Task, verb: Verb) -> list[str]:
+def absent_hooks(task: Task, command: Command) -> list[str]:
     """The hooks that the command needs, and for which the task has no substitute either."""
     return [
-        hook for hook in NEEDED[verb] if not any(map(task.has, (hook, *SUBSTITUTES.get(hook, ()))))
+        hook
+        for hook in NEEDED[command]
+        if not any(map(task.has, (hook, *SUBSTITUTES.get(hook, ()))))
     ]
 
 
-def require(task: Task, verb: Verb) -> None:
+def require(task: Task, command: Command) -> None:
     """Raise TaskError unless the task has everything that `rl` or `eval` needs, and nothing that would go unused."""
-    if absent := absent_hooks(task, verb):
-        raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
-    for hook in (*NEEDED[verb], *USED_IF_THERE[verb]):
+    if absent := absent_hooks(task, command):
+        raise TaskError("\n".join(task.missing(hook, command) for hook in absent))
+    for hook in (*NEEDED[command], *USED_IF_THERE[command]):
         if task.has(hook):
             task.check_signature(hook)
 

@@ -52,14 +52,14 @@ from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows, section_tables
 from groupwise.engine.backends.conflicts import (
     tinker_rl_conflicts,
     tunix_rl_conflicts,
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import TrainingConfig
+from groupwise.engine.learner.config import LENGTHS, TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.teacher_config import TeacherConfig
 from groupwise.engine.sampler.config import SamplerConfig
@@ -93,7 +93,7 @@ class AlgorithmConfig(Strict):
     type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
-        "Published settings by name: a type and values for its keys, which keys beside it change.",
+        "Published settings by name: a type and values for its keys. Keys beside it override them.",
         on_resume="free",
     )
 
@@ -259,8 +259,7 @@ class EvalConfig(Strict):
 
     before_and_after: bool = setting(
         True,
-        "Answer the same held-out prompts before and after training, where the task has "
-        "get_eval_dataset.",
+        "Answer the same held-out prompts before and after training, if the task has get_eval_dataset.",
         on_resume="free",
     )
     eval_steps: int | None = setting(
@@ -268,7 +267,7 @@ class EvalConfig(Strict):
     )
     max_prompts: int | None = setting(
         128,
-        "Held-out prompts used, the first ones; null uses all. 128 show a difference of about 0.1.",
+        "Number of held-out prompts, taken from the first on; null: all. 128 show a difference of about 0.1.",
         on_resume="free",
         ge=1,
     )
@@ -293,8 +292,7 @@ class EvalConfig(Strict):
     )
     top_k: int | None = setting(
         None,
-        "Draw from so many of the most probable tokens alone; null: all. Of top_k, top_p and min_p each takes what the one before "
-        "it left.",
+        "Draw only from this many of the most probable tokens; null: all. top_k, top_p and min_p are applied in this order.",
         on_resume="free",
         ge=1,
     )
@@ -382,7 +380,7 @@ def _name_of(entry: object) -> str | None:
 CallbackEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_each_named)]
 CALLBACKS: Any = setting(
     (),
-    "What is told of the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
+    "Callbacks, which observe the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
     "parameters.",
     on_resume="free",
 )
@@ -404,15 +402,15 @@ class RunConfig(Strict):
     )
     warm_up: str | dict[str, Any] | None = setting(
         None,
-        "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
-        "folder, or its sections. It takes model, lora and run.dir from this config, and task and distributed unless it has its own. A "
-        "run of the same config, task and data is used again, and one that was cut off goes on.",
+        "A supervised run before this one, which then begins with its weights: a config file of groupwise sft (a path relative to "
+        "this file's folder), or its sections. It takes model, lora and run.dir from this config, and task and distributed unless it "
+        "has its own. A finished run of the same config, task and data is used again, and an interrupted one continues.",
         on_resume="free",
     )
     sampler: SamplerConfig = SamplerConfig()
     algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
     teacher: TeacherConfig | None = setting(
-        None, "Whom the algorithm distillation learns from; null with every other algorithm."
+        None, "The teacher of the algorithm distillation; null with every other algorithm."
     )
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
@@ -421,14 +419,14 @@ class RunConfig(Strict):
     eval: EvalConfig = EvalConfig()
     signals: SignalsConfig | None = setting(
         SignalsConfig(),
-        "What is taken for a sign of reward hacking: the run warns of it and goes on. null looks for none.",
+        "Limits beyond which the run warns of reward hacking; it goes on. null: no warnings.",
         on_resume="free",
     )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
     distributed: SampledDistributedConfig = SampledDistributedConfig()
     task: dict[str, Any] = setting(
-        {}, "What the task itself reads; free, unless the task brings a schema for it."
+        {}, "Settings of the task. Any keys are allowed, unless the task brings a schema for them."
     )
 
     @classmethod
@@ -699,7 +697,7 @@ def load_config(
     `to_train`: also check the names of `callbacks`, which only training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     # By default, correct by importance sampling if completions come from earlier policies, from
     # engines that round differently from the learner, or from quantised weights.
     training = tree.value(("training",))
@@ -807,15 +805,25 @@ def json_schema(model: type[BaseModel] = RunConfig) -> str:
     return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def documentation() -> str:
-    """The content of `docs/configuration.md`."""
-    return _PAGE.format(table=document(RunConfig))
+_OF_DATA = ("data", "rewards", "rollout", "eval", "signals", "callbacks")
+"""The sections that have a page of their own, which keeps both pages short enough to read."""
+
+
+def documentation() -> dict[str, str]:
+    """The pages of the documentation about a config, by their names."""
+    rows = key_rows(RunConfig)
+    of_data = {path: row for path, row in rows.items() if path[0] in _OF_DATA}
+    others = {path: row for path, row in rows.items() if path not in of_data}
+    return {
+        "configuration.md": _PAGE.format(tables=section_tables(others)),
+        "configuration-data.md": _DATA_PAGE.format(tables=section_tables(of_data)),
+    }
 
 
 _PAGE = """\
 # Configuration
 
-A config is a YAML 1.2 file with the sections below. Only `model.name` is required:
+A config is a YAML 1.2 file with the sections below and those [of data and rewards](configuration-data.md). Only `model.name` is required:
 
 ```yaml
 model:
@@ -825,19 +833,35 @@ training:
   max_steps: 50
 ```
 
-- `key=value` words on the command line change single keys and are typed as in the file:
-  `training.learning_rate=1e-5`, `sampler.stop='["\\n"]'`, `lora=null`. The last one wins.
-- Unknown keys, wrong types and values out of range are refused, all of them at once, with file and line.
-- Secrets never stand in a config, which is stored with the run: they come from the environment.
-- **on resume** says what happens when a run goes on with another value: *free* takes it, *warn* takes it and says so
-  (the result stays equal up to rounding), *fixed* refuses it.
+- Change single keys on the command line by `key=value`, written as in the file: `training.learning_rate=1e-5`, `sampler.stop='["\\n"]'`,
+  `lora=null`. If a key comes twice, the last value counts.
+- Unknown keys, wrong types and values out of range are reported all at once, with file and line.
+- A config must hold no secrets, because it is stored with the run. Put them into environment variables.
+- The column **on resume** says what `--resume` does with a changed value. *free*: it takes the new one. *warn*: it takes it with a warning,
+  because the result then stays equal only up to rounding. *fixed*: it refuses it.
+- An editor can check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json). Name the
+  schema in the first line: `# yaml-language-server: $schema=<path of the file>`.
 
-{table}
-Editors check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json): a first line
-`# yaml-language-server: $schema=<path of the file>` names it.
+{tables}
+`make fix` makes this page from the code, as well as the schemas.
+"""
 
-This page is made from the code, as are the schemas:
-`python -c "from groupwise.training.config import documentation as d; print(d(), end='')" > docs/configuration.md`
-`python -c "from groupwise.training.config import json_schema as s; print(s(), end='')" > docs/schemas/rl.json`
-`python -c "from groupwise.training.sft_config import sft_schema as s; print(s(), end='')" > docs/schemas/sft.json`
+_DATA_PAGE = """\
+# Configuration of data and rewards
+
+The sections of a config about data, rewards, rollouts and evaluations. [Configuration](configuration.md) has the others, and says how a
+config is written and what **on resume** means.
+
+```yaml
+data:
+  dataset_name: sums.jsonl
+  answer_column: solution
+rewards:
+  reward_funcs: [math_answer]
+eval:
+  eval_steps: 20
+```
+
+{tables}
+`make fix` makes this page from the code.
 """

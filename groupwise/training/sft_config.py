@@ -6,28 +6,30 @@ Each command has one strict schema: a key that would have no effect is refused, 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from pathlib import Path
+from textwrap import fill
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows, section_tables
 from groupwise.engine.backends.conflicts import (
     tinker_conflicts,
     tunix_sft_conflicts,
     unsloth_conflicts,
 )
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
-from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.engine.learner.config import LENGTHS, OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DatasetConfig
@@ -35,6 +37,7 @@ from groupwise.training.config import (
     CALLBACKS,
     CallbackEntries,
     LoadedConfig,
+    RunConfig,
     json_schema,
     load_config,
     read_source_tree,
@@ -83,16 +86,16 @@ class SftTrainingConfig(OptimisationConfig):
     )
     num_train_epochs: float | None = setting(
         1.0,
-        "Passes over the dataset; fractions are possible. null where max_steps says how long.",
+        "Passes over the dataset; fractions are possible. null if max_steps is set.",
         on_resume="free",
         gt=0,
     )
     examples_per_step: int = setting(
-        16, "Examples of each step, the batch size; each teaches by one row or more.", ge=1
+        16, "Examples of each step, the batch size; each becomes one row or more.", ge=1
     )
     learning_rate: float = setting(
         1e-4,
-        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want a tenth.",
+        "Peak step size of AdamW. The default suits a LoRA adapter; training all weights needs a tenth of it.",
         gt=0,
     )
     stop_when: list[str] = setting(
@@ -129,8 +132,8 @@ class SftDataConfig(DatasetConfig):
     )
     completion_only_loss: bool | None = setting(
         None,
-        "true: only completions and the assistant's turns are trained. false: every token. null: completions where the row "
-        "says what is one (messages, prompt and completion), and texts whole.",
+        "true: only completions and the assistant's turns are trained. false: every token. null: completions if the row has them "
+        "(messages, or prompt and completion), else the whole text.",
     )
     assistant_turns: Literal["all", "last"] = setting(
         "all", "Which of the assistant's turns in `messages` are trained."
@@ -140,11 +143,12 @@ class SftDataConfig(DatasetConfig):
     )
     truncation_mode: Literal["keep_start", "keep_end", "drop"] = setting(
         "keep_start",
-        "What becomes of longer rows: cut at the end, cut at the beginning, or left out. A row of which nothing trained is "
-        "left is left out as well; all are counted.",
+        "What happens to longer rows: they are cut at the end, cut at the beginning, or left out. A row that has no trained token "
+        "left is left out as well; all of these are counted.",
     )
     shuffle: bool = setting(
-        True, "Take the examples of each epoch in an order of its own, from the seed."
+        True,
+        "Take the examples in random order, a new one for each epoch, which follows from the seed.",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -162,11 +166,13 @@ class CompletionsConfig(Strict):
 
     rl: str | dict[str, Any] | None = setting(
         None,
-        "The config of groupwise rl that they are drawn for, which says how (sampler, rollout, rewards): its file, seen from this file's "
-        "folder, or its sections; null: the defaults. A warm_up has that of its RL config.",
+        "The config of groupwise rl that says how they are drawn and scored (sampler, rollout, rewards): its file (a path relative to "
+        "this file's folder), or its sections; null: the defaults. In a warm_up it is the RL config itself.",
         on_resume="free",
     )
-    max_prompts: int = setting(32, "Prompts used, the first ones.", on_resume="free", ge=1)
+    max_prompts: int = setting(
+        32, "Number of prompts, taken from the first on.", on_resume="free", ge=1
+    )
     num_generations: int = setting(
         4,
         "Completions of each prompt; their differences are what RL learns from.",
@@ -183,11 +189,14 @@ class SftEvalConfig(Strict):
     )
     eval_on_start: bool = setting(
         True,
-        "Evaluate before the first step as well, to have something to compare with.",
+        "Evaluate before the first step as well, for comparison.",
         on_resume="free",
     )
     max_examples: int | None = setting(
-        None, "Examples evaluated, the first ones; null uses all.", on_resume="free", ge=1
+        None,
+        "Number of examples that are evaluated, taken from the first on; null: all.",
+        on_resume="free",
+        ge=1,
     )
     early_stopping_patience: int | None = setting(
         None,
@@ -208,7 +217,7 @@ class SftEvalConfig(Strict):
     )
     completions: CompletionsConfig | None = setting(
         None,
-        "Completions of the policy's own, which each evaluation draws and scores beside the loss; null: none.",
+        "Completions that the policy draws at each evaluation, and their scores beside the loss; null: none.",
         on_resume="free",
     )
 
@@ -229,7 +238,7 @@ class SftConfig(Strict):
     run: RunSection = RunSection()
     distributed: DistributedConfig = DistributedConfig()
     task: dict[str, Any] = setting(
-        {}, "What the task itself reads; free, unless the task brings a schema for it."
+        {}, "Settings of the task. Any keys are allowed, unless the task brings a schema for them."
     )
 
     @classmethod
@@ -269,7 +278,7 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(read_source_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides, LENGTHS)
     is_rl_config = tree.values.get("warm_up") is not None
     if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
@@ -332,23 +341,65 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", section)) if isinstance(section, Mapping) else {}
 
 
+def settings_that_differ(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of either kind that are not defaults; all of them if this release would refuse the config."""
+    kind = RunConfig if "algorithm" in config else SftConfig
+    try:
+        validated = kind.model_validate_json(json.dumps(config))
+    except ValidationError:
+        return dict(config)
+    differing = validated.model_dump(mode="json", exclude_defaults=True)
+    if "algorithm" in config:
+        chosen = {"type": config["algorithm"]["type"]}
+        differing["algorithm"] = chosen | differing.get("algorithm", {})
+    return differing
+
+
 def sft_schema() -> str:
     """The content of `docs/schemas/sft.json`."""
     return json_schema(SftConfig)
 
 
-def documentation() -> str:
-    """The content of `docs/configuration-sft.md`."""
-    return _PAGE.format(table=document(SftConfig))
+def documentation() -> dict[str, str]:
+    """The page of the documentation about a config, by its name."""
+    rows, rl_rows = key_rows(SftConfig), key_rows(RunConfig)
+    own = {path: row for path, row in rows.items() if row != rl_rows.get(path)}
+    items = list[str]()
+    for section in dict.fromkeys(path[0] for path in rows if path not in own):
+        shared = [path for path in rows if path[0] == section and path not in own]
+        if len(shared) > 1 and shared == [path for path in rl_rows if path[0] == section]:
+            items.append(f"all of `{section}`")
+        else:
+            items.append(", ".join(f"`{'.'.join(path)}`" for path in shared))
+    lines = (
+        fill(f"- {item}", 140, subsequent_indent="  ", break_on_hyphens=False) for item in items
+    )
+    return {
+        "configuration-sft.md": _PAGE.format(shared="\n".join(lines), tables=section_tables(own))
+    }
 
 
 _PAGE = """\
 # Configuration of a supervised run
 
-What a config of `groupwise sft` may hold. How configs are written, and what **on resume** means, stands in
-[configuration](configuration.md); how the parts work together in [warm up with examples](how-to/sft.md).
+The keys of a config of `groupwise sft`. [Warm up with examples](how-to/sft.md) shows how they work together, and
+[Configuration](configuration.md) says how a config is written and what **on resume** means.
 
-{table}
-This page is made from the code:
-`python -c "from groupwise.training.sft_config import documentation as d; print(d(), end='')" > docs/configuration-sft.md`
+```yaml
+model:
+  name: smollm2-135m-instruct
+data:
+  dataset_name: examples.jsonl
+training:
+  num_train_epochs: 2
+```
+
+{tables}
+## Keys as in `groupwise rl`
+
+These have the meaning and the default that they have in a [config of groupwise rl](configuration.md) ([data](configuration-data.md)):
+
+{shared}
+
+`make fix` makes this page from the code.
 """

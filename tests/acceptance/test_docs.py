@@ -54,11 +54,11 @@ from groupwise.engine.models.bundled import ALIASES
 from groupwise.jobs.fleet import webhooks
 from groupwise.jobs.fleet.api.app import ROUTES as FLEET_ROUTES
 from groupwise.jobs.fleet.api.routes import state as fleet_state
+from groupwise.jobs.fleet.operations import status as fleet_status
 from groupwise.jobs.fleet.queue.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
 from groupwise.jobs.fleet.settings import FleetSettings
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events as fleet_events
-from groupwise.jobs.fleet.verbs import status as fleet_status
 from groupwise.jobs.hosts.keys import parse_host_key
 from groupwise.jobs.launch import preflight
 from groupwise.jobs.launch.preflight import DryRunReport
@@ -112,7 +112,7 @@ OF_VLLM = {
 }
 """Options of `vllm serve`, and of SGLang's server, that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
-"""Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
+"""Whose programs `tests/integration/server/test_tinker.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
 """Where a server of the documentation is; that of a test is elsewhere."""
 STEPS = 2
@@ -272,7 +272,7 @@ def run(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
-    tried = once_each(preflight.try_verb)
+    tried = once_each(preflight.try_command)
 
     def run_one(words: list[str]) -> None:
         if serves(words):
@@ -293,7 +293,7 @@ def run(
             return
         if words[:2] == ["groupwise", "launch"]:
             monkeypatch.setenv("HOME", str(place / "home"))
-            monkeypatch.setattr(preflight, "try_verb", tried)
+            monkeypatch.setattr(preflight, "try_command", tried)
             assert launched(words[1:]) == 0, f"{shlex.join(words)}\n{capfd.readouterr().err}"
             return
         here = os.environ.get("GROUPWISE_URL", SERVER)
@@ -396,14 +396,14 @@ def launched(words: list[str]) -> int:
         return main([*own[:2], *way, *trust, *own[2:], *adapted])
 
 
-def once_each(try_verb: Callable[..., DryRunReport]) -> Callable[..., DryRunReport]:
+def once_each(try_command: Callable[..., DryRunReport]) -> Callable[..., DryRunReport]:
     """Trying a command, which takes seconds; what was tried for one place is not tried for the next one."""
     found: dict[tuple[object, ...], DryRunReport] = {}
 
     def tried(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
         asked = (*words, project, *sorted(environment.items()))
         if asked not in found:
-            found[asked] = try_verb(words, project, environment)
+            found[asked] = try_command(words, project, environment)
         return found[asked]
 
     return tried
@@ -872,7 +872,7 @@ def is_a_command(words: list[str]) -> bool:
 
 @cache
 def config_keys() -> frozenset[str]:
-    tables = documentation() + sft_config.documentation()
+    tables = "\n".join([*documentation().values(), *sft_config.documentation().values()])
     return frozenset(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE))
 
 
@@ -1095,6 +1095,15 @@ def test_the_index_lists_every_page_and_every_page_has_one_title() -> None:
     for page in PAGES:
         assert page.read_text().startswith("# "), page
         assert sum(line.startswith("# ") for line in prose(page).splitlines()) == 1, page
+
+
+def test_no_page_is_long() -> None:
+    lines = {page: len(page.read_text().splitlines()) for page in PAGES}
+    assert lines.pop(ROOT / "README.md") <= 120
+    assert [page for page, count in lines.items() if count > 300] in (
+        [],
+        [ROOT / "docs/lab-notes.md"],
+    )
 
 
 def test_options_of_the_command_line_are_explained_somewhere() -> None:

@@ -30,15 +30,15 @@ from typing import Any, TypeVar
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations import jobs as job_operations
+from groupwise.jobs.fleet.operations import machines as machine_operations
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup
 from groupwise.jobs.fleet.store import database as databases
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
-from groupwise.jobs.fleet.verbs import jobs as job_verbs
-from groupwise.jobs.fleet.verbs import machines as machine_verbs
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
@@ -318,17 +318,17 @@ class RealFleet(FleetProcesses):
             session, wanted, actor=who, project="default", job_id=job, idempotency_key=key
         )
 
-    def verb(self, name: str, job: str) -> None:
+    def operate(self, name: str, job: str) -> None:
         """cancel, hold, release or retry; refusals come through."""
         if name == "cancel":
             self.record("cancel_requested", job=job)
-        verb = getattr(job_verbs, name)
-        self.database.run(lambda s: verb(s, OPERATOR, job) and None)
+        operation = getattr(job_operations, name)
+        self.database.run(lambda s: operation(s, OPERATOR, job) and None)
 
     def lose(self, vm: str) -> None:
         """`fleet vm mark-lost`."""
         self.record("lost", vm=vm)
-        self.database.run(lambda s: machine_verbs.lost(s, OPERATOR, vm) and None)
+        self.database.run(lambda s: machine_operations.lost(s, OPERATOR, vm) and None)
 
     def power_off(self, vm: str) -> None:
         """All that runs there is gone, and nobody is told."""

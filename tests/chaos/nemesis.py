@@ -24,10 +24,10 @@ from sqlalchemy import func, insert, select
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.operations import machines as machine_operations
 from groupwise.jobs.fleet.store.events import ENDS
 from groupwise.jobs.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet
-from groupwise.jobs.fleet.verbs import machines as machine_verbs
 from tests.chaos import collect_history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
 from tests.history_checker import violations
@@ -49,7 +49,7 @@ class Nemesis:
 
     def __init__(self, fleet: RealFleet, seed: int) -> None:
         self.fleet = fleet
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self._ends: list[tuple[float, Callable[[], None]]] = []
         self._down: set[str] = set()
@@ -70,9 +70,9 @@ class Nemesis:
         while time.monotonic() < end:
             self._heal_what_is_due(time.monotonic())
             self._client()
-            if self.chance.random() < 0.5:
+            if self.rng.random() < 0.5:
                 self._inject_fault()
-            time.sleep(self.chance.uniform(0.1, 0.6))
+            time.sleep(self.rng.uniform(0.1, 0.6))
         self._heal_what_is_due(float("inf"))
         self._until_rest()
         return self.check_history()
@@ -112,13 +112,13 @@ class Nemesis:
             waiting = [job for job in self._jobs if job not in over]
             if len(waiting) < MOST_WAITING:
                 self._submit()
-            if self.chance.random() < 0.3 and self._jobs:
-                self._verb(self.chance.choice(waiting or self._jobs))
-            if self.chance.random() < 0.2:
+            if self.rng.random() < 0.3 and self._jobs:
+                self._verb(self.rng.choice(waiting or self._jobs))
+            if self.rng.random() < 0.2:
                 self._message()
-            if self.chance.random() < 0.5:
+            if self.rng.random() < 0.5:
                 self.fleet.no_pauses()
-            if self.chance.random() < OPERATED:
+            if self.rng.random() < OPERATED:
                 with contextlib.suppress(Refusal):  # an answer was lost, and it is done already
                     self._repair()
         except RunError:
@@ -133,7 +133,7 @@ class Nemesis:
     def _try_to_submit(self, job: str, document: dict[str, Any]) -> None:
         fleet = self.fleet
         self._unsure[job] = document
-        if self.chance.random() < 0.2:
+        if self.rng.random() < 0.2:
             self._by_hand.add(job)
             row = {"job_id": job, "job_type": "COMMAND", "request": document}
             fleet.database.run(lambda s: s.get(Job, job) or s.execute(insert(Job).values(**row)))
@@ -158,13 +158,11 @@ class Nemesis:
                 self._try_to_submit(job, document)
 
     def _plays(self) -> list[dict[str, Any]]:
-        codes = [
-            self.chance.choice([1, 137, 64, 3]) for _ in range(self.chance.choice([0, 0, 1, 2]))
-        ]
+        codes = [self.rng.choice([1, 137, 64, 3]) for _ in range(self.rng.choice([0, 0, 1, 2]))]
         return [*({**self._play(), "code": code} for code in codes), self._play()]
 
     def _play(self) -> dict[str, Any]:
-        choice = self.chance.choice
+        choice = self.rng.choice
         return {
             "steps": choice([0, 1, 5, 20, 60]), "pause": choice([0.05, 0.1]), "term": choice(["exit", "exit", "graceful", "ignore"]),
             "save": choice([0, 0, 3]), "child": choice([None, None, None, None, "dies", "stays"]), "log": choice(["text", "binary"]),
@@ -172,24 +170,24 @@ class Nemesis:
         }  # fmt: skip
 
     def _request(self) -> dict[str, Any]:
-        chance = self.chance
+        rng = self.rng
         further = [{"gpus": 2}, {"gpus": 1, "machines": 2}, {"gpus": 1, "share_mb": 30_000}]
-        resources = chance.choice([*[{"gpus": 1}] * 3, *further])
-        limits: dict[str, Any] = {"grace_seconds": chance.choice([0.5, 1.0])}
-        if chance.random() < 0.1:
+        resources = rng.choice([*[{"gpus": 1}] * 3, *further])
+        limits: dict[str, Any] = {"grace_seconds": rng.choice([0.5, 1.0])}
+        if rng.random() < 0.1:
             limits["time_seconds"] = 2.0
-        held = {"hold": True} if chance.random() < 0.1 else {}
+        held = {"hold": True} if rng.random() < 0.1 else {}
         return {"resources": resources, "limits": limits, **held}
 
     def _verb(self, job: str) -> None:
-        name = self.chance.choice(["cancel", "cancel", "hold", "release", "retry", "again"])
+        name = self.rng.choice(["cancel", "cancel", "hold", "release", "retry", "again"])
         try:
             if name == "again":
                 if job not in self._by_hand:
                     document = self._submitted[job]
                     self.fleet.database.run(lambda s: self.fleet.admit(s, job, document))
             else:
-                self.fleet.verb(name, job)
+                self.fleet.operate(name, job)
         except Refusal:
             pass  # it is not in the state for that
         self.faults[name] += 1
@@ -197,9 +195,9 @@ class Nemesis:
     def _message(self) -> None:
         if "nats" in self._down:
             return
-        known = self.chance.choice(self._jobs or ["none"]).encode()
+        known = self.rng.choice(self._jobs or ["none"]).encode()
         payloads = [known, known, b"no-such-job", b"\xff\xfe\0", b"[]", b"", os.urandom(200)]
-        self.fleet.nats.publish("jobs.new", self.chance.choice(payloads))
+        self.fleet.nats.publish("jobs.new", self.rng.choice(payloads))
 
     # inject and repair faults
 
@@ -214,9 +212,9 @@ class Nemesis:
             *[(self._kill_trainer, trainers)] * 2, (self._kill_supervisor, trainers),
             (self._foreign_process, hosts), *[(self._strange_probe, hosts)] * 2,
         ]  # fmt: skip
-        fault, among = self.chance.choice(faults)
+        fault, among = self.rng.choice(faults)
         whole = sorted(each for each in among() if each not in self._down)
-        if whole and fault(self.chance.choice(whole)) is not False:
+        if whole and fault(self.rng.choice(whole)) is not False:
             self.faults[fault.__name__.lstrip("_")] += 1
 
     def _later(self, name: str, least: float, most: float, heal: Callable[[], object]) -> None:
@@ -227,7 +225,7 @@ class Nemesis:
             heal()
             self._down.discard(name)
 
-        self._ends.append((time.monotonic() + self.chance.uniform(least, most), up))
+        self._ends.append((time.monotonic() + self.rng.uniform(least, most), up))
 
     def _heal_what_is_due(self, now: float) -> None:
         due = [heal for at, heal in self._ends if at <= now]
@@ -250,7 +248,7 @@ class Nemesis:
     def _kill_postgres(self, _: str) -> None:
         self.fleet.postgres.kill()
         self.fleet.record("postgres_killed")
-        time.sleep(self.chance.choice([0, 0.5, 2.0]))
+        time.sleep(self.rng.choice([0, 0.5, 2.0]))
         self.fleet.postgres.start()
 
     def _kill_nats(self, name: str) -> None:
@@ -289,7 +287,7 @@ class Nemesis:
     def _lose(self, name: str) -> bool:
         """An operator gives a machine up that is only cut off, or has no power; it comes back all the same."""
         host = self.fleet.hosts[name]
-        dead = self.chance.random() < 0.5
+        dead = self.rng.random() < 0.5
         if dead:
             self.fleet.power_off(name)
         else:
@@ -335,11 +333,11 @@ class Nemesis:
         return {k: record[k] for k in ("job", "epoch", "rank", "vm") if k in record}
 
     def _foreign_process(self, name: str) -> None:
-        uuid = f"GPU-{name}-{self.chance.randrange(self.fleet.gpus)}"
+        uuid = f"GPU-{name}-{self.rng.randrange(self.fleet.gpus)}"
         self._gpus(name, apps=[{"uuid": uuid, "pid": 1, "used_mb": 900}])
 
     def _strange_probe(self, name: str) -> None:
-        self._gpus(name, mode=self.chance.choice(MODES))
+        self._gpus(name, mode=self.rng.choice(MODES))
 
     def _gpus(self, name: str, **odd: Any) -> None:
         host, count = self.fleet.hosts[name], self.fleet.gpus
@@ -376,13 +374,13 @@ class Nemesis:
         """What an operator does: let go what was held, look at machines and GPUs that the fleet would not use any more."""
         rows, run = self.fleet.rows, self.fleet.database.run
         for job in rows(select(Job.job_id).where(Job.status == "held")):
-            self.fleet.verb("release", job)
+            self.fleet.operate("release", job)
         for vm in rows(select(VM.vm_id).where(VM.drain_reason.is_not(None))):
-            run(lambda s, vm=vm: machine_verbs.undrain(s, OPERATOR, vm) and None)
+            run(lambda s, vm=vm: machine_operations.undrain(s, OPERATOR, vm) and None)
         for gpu in rows(select(GPU).where(GPU.quarantine_reason.is_not(None))):
             run(
                 lambda s, g=gpu: (
-                    machine_verbs.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None
+                    machine_operations.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None
                 )
             )
 

@@ -33,7 +33,7 @@ from groupwise.core.reward_call.text import as_completion
 from groupwise.core.settings.view import View
 from groupwise.core.types import Example, Rollout
 from groupwise.tasks.builtin import reasoning_gym
-from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task, require
+from groupwise.tasks.contract import Command, Task, builtin_tasks, load_task, require
 from groupwise.tasks.environment import as_step, reset_arguments
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.training.checks.check import check
@@ -359,7 +359,7 @@ each_task = pytest.mark.parametrize("name", builtin_tasks())
 @each_task
 def test_it_has_what_every_command_needs_a_config_and_a_page(name: str) -> None:
     task = load_task(name)
-    for hooks in VERBS:
+    for hooks in COMMANDS:
         require(task, hooks)
     assert task.has("get_sft_eval_dataset")
     assert task.config_schema() is not None
@@ -396,4 +396,4 @@ def test_gold_plays_its_environment_to_the_end(case: Case) -> None:
         assert ends == [False] * (len(turns) - 1) + [True]
 
 
-VERBS: tuple[Verb, ...] = ("rl", "sft", "eval")
+COMMANDS: tuple[Command, ...] = ("rl", "sft", "eval")

@@ -191,12 +191,12 @@ def test_a_second_call_asks_nothing_and_scores_anew(
 def test_kill_at_any_moment_loses_only_what_was_under_way(
     model: Writer, data: Path, tmp_path: Path
 ) -> None:
-    out, concurrency, chance = tmp_path / "out", 3, random.Random(4)
+    out, concurrency, rng = tmp_path / "out", 3, random.Random(4)
     more = ["--num-generations", "2", "--max-new-tokens", "6", "--concurrency", str(concurrency)]
     with serve(Service(model)) as service:
         running: list[int] = []
         # More requests apart than may reach the service after one of them has killed who asks.
-        dying = [begin + chance.randrange(3) for begin in (1, 12)]
+        dying = [begin + rng.randrange(3) for begin in (1, 12)]
 
         async def kill(number: int) -> Response | None:
             if number in dying:  # the other requests are on their way, or being written down

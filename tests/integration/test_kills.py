@@ -126,25 +126,25 @@ class Undisturbed:
 
 
 def killed_until_done(
-    begin: Begin, runs: Path, lag: int, chance: random.Random, most: int, whole: Undisturbed
+    begin: Begin, runs: Path, lag: int, rng: random.Random, most: int, whole: Undisturbed
 ) -> int:
     """Kills one run at most so many times, until it is done; how often it was killed."""
     kills = 0
     while not finished(runs):
         longest = whole.resumed if begun(runs) else whole.begun
-        after = chance.uniform(0.0, longest) if kills < most else None
+        after = rng.uniform(0.0, longest) if kills < most else None
         kills += run_and_kill(begin, runs, lag, after)
     return kills
 
 
 def kill(
-    begin: Begin, count: int, lag: int, runs: Path, chance: random.Random, whole: Undisturbed
+    begin: Begin, count: int, lag: int, runs: Path, rng: random.Random, whole: Undisturbed
 ) -> None:
     """Run after run, until `count` processes were killed; each run ends equal to the undisturbed one."""
     kills = number = 0
     while kills < count:
         folder, most = runs / str(number), min(MOST_KILLS, count - kills)
-        kills += killed_until_done(begin, folder, lag, chance, most, whole)
+        kills += killed_until_done(begin, folder, lag, rng, most, whole)
         assert what_must_be_equal(folder / "toy") == whole.left, f"run {number} with lag {lag}"
         number += 1
     print(f"lag {lag}: {number} runs, {kills} processes killed, all runs equal")
@@ -182,6 +182,6 @@ def test_many_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
     seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))
     count = int(os.environ.get("KILLS", "200"))
     print(f"seed {seed}")
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for lag in LAGS:
-        kill(spawned, count // len(LAGS), lag, tmp_path / str(lag), chance, whole(spawned, lag))
+        kill(spawned, count // len(LAGS), lag, tmp_path / str(lag), rng, whole(spawned, lag))

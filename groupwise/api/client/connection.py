@@ -116,7 +116,7 @@ class Connection:
 
     def retry(self, seconds: float | None = None) -> Retry:
         """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""
-        backoff = Backoff(FIRST, LONGEST, self.timing.chance, low=0.0)
+        backoff = Backoff(FIRST, LONGEST, self.timing.jitter, low=0.0)
         seconds = self.retry_timeout if seconds is None else seconds
         return _CallRetry(seconds, backoff, self.timing.clock, self.no_server_timeout)
 

@@ -16,7 +16,7 @@ from groupwise.core.terminal.text import clean, one_line
 
 ACCESS = logging.getLogger("groupwise.api.http.access")
 NOTHING_YET = 408
-"""Status that a verb call's poll gets while the result is not ready."""
+"""Status that the poll of a call of the Tinker API gets while the result is not ready."""
 LONGEST_PATH = 200
 """Maximum number of characters of a path in a line."""
 

@@ -53,7 +53,7 @@ class Pause:
         """Wait for the end of the pause, and of a pause that started meanwhile."""
         while (remaining := self.left) > 0:
             spread = SPREAD * (self._until - self._from)
-            await self._timing.sleep(remaining + spread * self._timing.chance())
+            await self._timing.sleep(remaining + spread * self._timing.jitter())
 
 
 def may_pass(status: int) -> bool:
@@ -63,7 +63,7 @@ def may_pass(status: int) -> bool:
 
 def backoff(timing: Timing) -> Backoff:
     """The waits before the attempts after the first."""
-    return Backoff(FIRST, LONGEST, timing.chance)
+    return Backoff(FIRST, LONGEST, timing.jitter)
 
 
 def retry_after(header: str | None, today: float) -> float | None:

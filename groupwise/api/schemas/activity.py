@@ -74,7 +74,7 @@ class KnownClient(ResponseModel):
 
 
 class SessionModel(ResponseModel):
-    """A model that a client trains by verbs."""
+    """A model that a client trains through the Tinker API."""
 
     id: str = Field(description="The model's id, as its client knows it.")
     base: str | None = Field(
@@ -86,7 +86,7 @@ class SessionModel(ResponseModel):
 
 
 class Session(ResponseModel):
-    """A client that trains by verbs."""
+    """A client that trains through the Tinker API."""
 
     id: str = Field(description="The session's id, as its client knows it.")
     silent_seconds: float = Field(description="Since it was heard of.")
@@ -133,7 +133,7 @@ class ActivityAnswer(ResponseModel):
         description="Clients that have sent requests since the server began, the latest first.",
     )
     sessions: list[Session] = Field(
-        default=[], description="Sessions of clients that train by verbs."
+        default=[], description="Sessions of clients that train through the Tinker API."
     )
     loop_elsewhere: LoopElsewhere | None = Field(
         default=None, description="The loop that has the machine, if one has."

@@ -1,7 +1,7 @@
 """Bodies that the API of a fleet takes, beside the request for a job: shared by the server, its client and the document.
 
-What it answers are the documents of `groupwise.jobs.fleet.verbs.documents`: JSON objects whose keys are the columns of the tables. A piece
-of a log is answered as it is, and headers say where the next one begins.
+It answers with the documents of `groupwise.jobs.fleet.operations.documents`: JSON objects whose keys are the columns of the tables. A
+piece of a log is answered as it is, and headers say where the next one begins.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class StartRequest(Body):
     )
     sampler: dict[str, Any] | None = Field(
         default=None,
-        description="The section `sampler` of a run's config: temperature, stop, min_completion_length, slots …",
+        description="The section `sampler` of a run's config: temperature, stop, min_completion_length, max_num_seqs …",
     )
     training: dict[str, Any] | None = Field(
         default=None,
@@ -331,8 +331,8 @@ class StartRequest(Body):
     )
     replace: bool = Field(
         default=False,
-        description="Instead of being refused, stop a run that is active cleanly first; sessions of verbs that have models, and the parts "
-        "of a loop elsewhere, are ended.",
+        description="true: stop an active run cleanly first, and end the sessions of Tinker clients and of loops elsewhere that have "
+        "models. false: the start is refused instead.",
     )
     save_steps: int = Field(
         default=10,
@@ -841,8 +841,8 @@ class Quarantined(ResponseModel):
     reason: str = Field(description="The reason why the engine ended.")
 
 
-class ByVerbs(ResponseModel):
-    """Models that clients train by verbs, beside the run or without one."""
+class TinkerStatus(ResponseModel):
+    """Models that clients train through the Tinker API, beside the run or without one."""
 
     sessions: int = Field(default=0, description="Clients that have not ended their session.")
     models: list[str] = Field(default=[], description="Their models, by the ids that they have.")
@@ -897,7 +897,9 @@ class StatusAnswer(ResponseModel):
     )
     quarantined: list[Quarantined] = Field(default=[], description="Steps that were left out.")
     metrics: Metrics | None = Field(default=None, description="Metrics of the last step.")
-    verbs: ByVerbs = Field(default=ByVerbs(), description="Models that clients train by verbs.")
+    tinker: TinkerStatus = Field(
+        default=TinkerStatus(), description="Models that clients train through the Tinker API."
+    )
     loop_elsewhere: str | None = Field(
         default=None,
         description="The run whose loop drives sampler and learner from elsewhere (`run.server`), with a mark of where it is.",

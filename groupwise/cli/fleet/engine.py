@@ -18,7 +18,7 @@ class EngineOptions:
         int | None,
         option(
             "N",
-            "Most jobs that the scheduler has at once, waiting and running. A new machine has 8.",
+            "Maximum number of jobs that the scheduler has at once, waiting and running. For a new machine: 8.",
             min=1,
             max=1024,
         ),
@@ -27,7 +27,7 @@ class EngineOptions:
         int | None,
         option(
             "N",
-            "Most GPUs that one job may ask the scheduler for. A new machine has 0.",
+            "Maximum number of GPUs that one job may ask the scheduler for. For a new machine: 0.",
             min=0,
             max=1024,
         ),

@@ -126,7 +126,7 @@ class _Change:
     name: str
     statuses: frozenset[str]
     """Statuses of the jobs that the command applies to; options select only among those."""
-    verb: Literal["cancel", "hold", "release", "retry"]
+    operation: Literal["cancel", "hold", "release", "retry"]
     """The change as the fleet's API calls it."""
     result: Callable[[dict[str, Any]], str]
     """The result for one job as text."""
@@ -155,7 +155,7 @@ def _apply_change(
 
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
-            (result,) = access.change_all(change.verb, ids, change.reason)
+            (result,) = access.change_all(change.operation, ids, change.reason)
             if "error" in result:
                 raise Refusal(result["error"]["code"], result["error"]["message"])
             write_json(result) if as_json else say(change.result(result))
@@ -187,7 +187,7 @@ def _change_in_portions(
     results: list[dict[str, Any]] = []
     for portion in portions(ids):
         try:
-            portion_results = access.change_all(change.verb, portion, change.reason)
+            portion_results = access.change_all(change.operation, portion, change.reason)
         except GroupwiseError as error:
             if not as_json:
                 raise
@@ -212,7 +212,7 @@ def stop(
     chosen: JobFilter,
     as_json: AsJson = False,
 ) -> None:
-    """End jobs, running and waiting ones.
+    """Stop jobs, whether they run or wait.
 
     A running job gets SIGTERM, then SIGKILL; its status is `cancelled` once none of its processes is left. Options choose among all jobs
     that have not ended.

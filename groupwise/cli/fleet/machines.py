@@ -54,7 +54,7 @@ class MachineOptions:
     """What jobs run with on a machine, and which jobs."""
 
     workdir: Annotated[
-        str | None, option("D", "Folder of the fleet there. A new machine has ~/groupwise-fleet.")
+        str | None, option("D", "Folder of the fleet there. For a new machine: ~/groupwise-fleet.")
     ] = None
     python: Annotated[
         str | None, option("P", "Python that jobs there run with, such as /opt/env/bin/python.")
@@ -65,7 +65,10 @@ class MachineOptions:
     cpu_slots: Annotated[
         int | None,
         option(
-            "N", "Most jobs without GPUs at the same time. A new machine has 1.", min=0, max=1024
+            "N",
+            "Maximum number of jobs without GPUs at the same time. For a new machine: 1.",
+            min=0,
+            max=1024,
         ),
     ] = None
     project: Annotated[
@@ -75,7 +78,7 @@ class MachineOptions:
         float | None,
         option(
             "TIME",
-            "End the jobs there if the machine has not heard from the fleet for this time, such as 10min, or `off`. A new machine has off.",
+            "End the jobs there after this time without contact to the fleet, such as 10min; off: never. For a new machine: off.",
             parser=seconds("--deadman", "off"),
         ),
     ] = None
@@ -86,7 +89,7 @@ class MachineOptions:
         int | None,
         option(
             "MB",
-            "A GPU with no more memory in use than this counts as idle. A new machine has 500.",
+            "A GPU with no more memory in use than this counts as idle. For a new machine: 500.",
             min=0,
         ),
     ] = None
@@ -207,9 +210,9 @@ def _record_first_look(
 ) -> dict[str, Any]:
     """Store the first observation of a machine, as the poller stores the next ones, and say what is there."""
     from groupwise.jobs.fleet.machines import observation
-    from groupwise.jobs.fleet.store.database import seconds
+    from groupwise.jobs.fleet.store.database import database_time
 
-    access.database.run(lambda s: observation.apply(s, vm, seconds(s), seen))
+    access.database.run(lambda s: observation.apply(s, vm, database_time(s), seen))
     machine = access.machine(vm)
     models = Counter(gpu["model"] or "GPU of unknown model" for gpu in machine["gpus"])
     gpus = ", ".join(f"{count} x {model}" for model, count in models.items())
@@ -402,14 +405,14 @@ def clear_quarantine(
 
 
 def _change_machine(
-    verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
+    operation: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
 ) -> None:
     with fleet(fleet_at) as access:
-        result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
+        result: dict[str, Any] = getattr(access, operation)(vm, *arguments)
     if as_json:
         write_json(result)
     else:
-        if verb == "trust":
+        if operation == "trust":
             say(f"{vm} is trusted, and looked at in the next round of the fleet")
         elif result["active"]:
             say(f"{vm} is {result.get('state') or 'in the fleet'}")
@@ -419,7 +422,7 @@ def _change_machine(
             say(f"  waits for it: {job_id}")
         for attempt in result.get("attempts", ()):
             say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
-    if verb == "trust" and access.is_local and result["host_key"]:
+    if operation == "trust" and access.is_local and result["host_key"]:
         _try_login(result, f"Its key is trusted; `groupwise fleet vm set {vm}` changes the login.")
 
 
@@ -542,10 +545,10 @@ def set_project(
         float | None, option("X", "2 gets twice as much of a busy fleet as 1.")
     ] = None,
     max_gpus: Annotated[
-        str | None, option("N", "Most GPUs of its running jobs together; none: no limit.")
+        str | None, option("N", "Maximum number of GPUs of all its running jobs; none: no limit.")
     ] = None,
     max_waiting: Annotated[
-        str | None, option("N", "Most jobs that have not begun; none: no limit.")
+        str | None, option("N", "Maximum number of waiting jobs; none: no limit.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -118,7 +118,7 @@ def _find_machines(session: Session, names: Sequence[str]) -> list[Machine]:
     """All of these machines. Raises an error for the first that cannot be used."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines.prepare import require_usable
-    from groupwise.jobs.fleet.verbs import find
+    from groupwise.jobs.fleet.operations import find
 
     machines = [records.machine(find.active_machine(session, name)) for name in names]
     for machine in machines:

@@ -200,7 +200,7 @@ def print_job(job: Document, now: float) -> None:
             ("status", _status_text(job)),
             ("reason", job["failure_reason"]),
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
-            ("exit code", job["exit_code"]),
+            ("exit code", job["exit_code"] if job["status"] in FINAL else None),
             ("kind", job["job_type"]),
             ("command", arguments and shorten(command_line(arguments), LONGEST_COMMAND)),
             ("project", job["project"]),

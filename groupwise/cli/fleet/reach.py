@@ -265,8 +265,8 @@ def observe_new(
     fields of a `NewMachine`."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines import reaching
+    from groupwise.jobs.fleet.operations.machines import FOLDER
     from groupwise.jobs.fleet.store.tables import VM
-    from groupwise.jobs.fleet.verbs.machines import FOLDER
     from groupwise.jobs.hosts.port import HostError, RunnerRefused
 
     defaults = {"workdir": FOLDER, "python": UNPREPARED, "idle_memory_mb": 0}

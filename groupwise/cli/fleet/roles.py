@@ -45,7 +45,7 @@ class ListenOptions:
         int | None,
         option(
             "N",
-            "Port of the HTTP API; 0: any free port. Default: 8010 for `run api`; `up` has no API.",
+            "Port of the HTTP API; 0: any free port. Default: 8010 for `run api`; without it `up` starts no API.",
             min=0,
             max=65535,
         ),
@@ -138,7 +138,7 @@ def api(
     nats_url: NatsOption = None,
     listen: ListenOptions,
 ) -> None:
-    """Answer the HTTP API, and nothing else.
+    """Serve the HTTP API, and nothing else.
 
     It needs the database and the fleet's folder; there may be several at once. `up --port` includes it.
     """
@@ -157,7 +157,7 @@ def _run_roles(
 
 
 def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> None:
-    """Make the tables of the database, or update them."""
+    """Create the tables of the database, or update them."""
     place = place_of(fleet_at, {} if database is None else {"database": database})
     from groupwise.jobs.fleet.processes import role_holder
     from groupwise.jobs.fleet.store import database as databases

@@ -76,7 +76,7 @@ class KindOptions:
         list[str], option("R", "Name, module:function or file.py:function. May be repeated.")
     ] = field(default_factory=list[str])
     preprocessing_pipeline: Annotated[
-        str | None, option("P", "What is done to each row: generic, deepseek or file.py:function.")
+        str | None, option("P", "How rows are prepared: generic, deepseek or file.py:function.")
     ] = None
     max_steps: Annotated[int | None, option("N", "Steps to train; default: 500.", min=1)] = None
     learning_rate: Annotated[float | None, option("X", "Learning rate; default: 5e-6.")] = None
@@ -85,10 +85,12 @@ class KindOptions:
         int | None, option("N", "Completions of each prompt; default: 4.", min=1)
     ] = None
     max_prompt_length: Annotated[
-        int | None, option("N", "Most tokens of a prompt, for GRPO; default: 256.", min=1)
+        int | None,
+        option("N", "Maximum length of a prompt in tokens, for GRPO; default: 256.", min=1),
     ] = None
     max_completion_length: Annotated[
-        int | None, option("N", "Most tokens of a completion, for GRPO; default: 128.", min=1)
+        int | None,
+        option("N", "Maximum length of a completion in tokens, for GRPO; default: 128.", min=1),
     ] = None
     output_dir: Annotated[
         str | None, option("D", "Folder for what the training writes; default: outputs.")
@@ -164,7 +166,7 @@ class ResourceOptions:
     ] = None
     gpu_memory: Annotated[
         int | None,
-        option("SIZE", "Least memory of a GPU, e.g. 40GB.", parser=megabytes("--gpu-memory")),
+        option("SIZE", "Minimum memory of a GPU, e.g. 40GB.", parser=megabytes("--gpu-memory")),
     ] = None
     share: Annotated[
         int | None,
@@ -424,9 +426,12 @@ def submit(
 ) -> None:
     """Submit a job; prints its id.
 
-        groupwise fleet submit --gpus 2 --project-dir . -- python train.py --lr 1e-5
+    \b
+        groupwise fleet submit --gpus 2 --project-dir . -- python train.py
 
-        groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl --reward-function correctness
+    \b
+        groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl \\
+            --reward-function correctness
 
     The working folder of a job holds only the files that are sent with it. What it leaves in `outputs` is fetched.
     """

@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @command(app, "local", cls=LaunchCommand)
 def local(job: LaunchOptions) -> None:
-    """Run a job on this machine, as a process that needs no terminal.
+    """Run a job on this machine, as a background process.
 
         groupwise launch local --detach -- rl -c C.yaml -t task.py
 

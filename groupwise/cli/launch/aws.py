@@ -45,7 +45,7 @@ def aws(
         int | None,
         option(
             "N",
-            "Size of its disk; default: what its image, the environment, the model and the checkpoints take.",
+            "Size of the disk in GB; default: enough for image, environment, model and checkpoints.",
             min=8,
             max=16_384,
         ),
@@ -53,7 +53,7 @@ def aws(
     spot: Annotated[
         bool,
         flag(
-            "A cheaper machine that AWS may take back after two minutes' notice. --max-price is the most that is paid.",
+            "A cheaper machine that AWS may take back after two minutes' notice. --max-price is the highest price paid.",
             "--spot",
         ),
     ] = False,
@@ -65,10 +65,12 @@ def aws(
 ) -> None:
     """Run a job on a new machine of AWS.
 
-    After a success the machine runs, and costs, until --time-limit; --terminate-after ends it at once. After a failure it is ended.
-    `groupwise launch sweep` ends what is left.
+    If the job succeeds, the machine runs on, and costs money, until --time-limit, or with --terminate-after until the results are here.
+    If the job fails, the machine is ended. `groupwise launch sweep` ends machines that are left over.
 
-    groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
+    \b
+        groupwise launch aws --key-name K --security-group SG --gpus 1 \\
+            -- rl -c C.yaml -t task.py
     """
     from groupwise.jobs.clouds.aws_checks import DISK_GB
     from groupwise.jobs.clouds.backend import Unreachable

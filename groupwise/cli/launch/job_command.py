@@ -38,19 +38,19 @@ class JobCommand:
 
 
 class LaunchCommand(Command):
-    """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
+    """A command whose line ends with `-- COMMAND ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         collect_seldom()
         launcher_args, job_command = split_command(args)
         if job_command is None:
-            from groupwise.jobs.launch.preflight import VERBS
+            from groupwise.jobs.launch.preflight import COMMANDS
 
             # Without `--`, the options of a command would be taken for the launcher's.
-            verb = next((n for n, word in enumerate(launcher_args) if word in VERBS), None)
-            if verb is not None:
+            first = next((n for n, word in enumerate(launcher_args) if word in COMMANDS), None)
+            if first is not None:
                 corrected = f"{ctx.command_path} " + shlex.join(
-                    [*launcher_args[:verb], "--", *launcher_args[verb:]]
+                    [*launcher_args[:first], "--", *launcher_args[first:]]
                 )
                 raise UsageError(
                     f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"
@@ -61,7 +61,7 @@ class LaunchCommand(Command):
         return super().parse_args(ctx, launcher_args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
+        return [*super().collect_usage_pieces(ctx), f"(-- COMMAND ... | {SCRIPT} PATH ...)"]
 
 
 def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:

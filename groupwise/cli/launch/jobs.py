@@ -155,7 +155,7 @@ def fetch(*, job: LaunchedJob, to: To = None, as_json: AsJson = False) -> None:
 
 
 def stop(job: LaunchedJob) -> None:
-    """End a job.
+    """Stop a job.
 
     It gets SIGTERM, and a minute to write its checkpoint, then SIGKILL.
     """
@@ -212,7 +212,7 @@ def remove(
         bool, flag("Remove the job even if its results were not fetched.", "--discard")
     ] = False,
 ) -> None:
-    """Remove a job that has ended from its place.
+    """Remove a job that has ended from the machine where it ran.
 
     Nothing of it remains there; what was fetched stays here.
     """

@@ -52,7 +52,9 @@ def modal(
 ) -> None:
     """Run a job in a container of Modal, with a GPU of its own.
 
-    groupwise launch modal --gpu-model A100 --timeout 24h -- sft --config C.yaml --task-module task.py
+    It needs groupwise[modal] and a token, which `modal token new` makes.
+
+        groupwise launch modal --gpu-model A100 -- sft -c C.yaml -t task.py
     """
     from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS
     from groupwise.jobs.clouds.modal.port import NAMED

@@ -22,7 +22,7 @@ Env = Annotated[
     list[str] | None,
     option(
         "NAME=VALUE",
-        "Secret variable for the job; it overrides --env-file. May be repeated.",
+        "Secret variable; it overrides --env-file. May be repeated.",
         "--env",
     ),
 ]
@@ -112,7 +112,7 @@ class LaunchOptions(CommandOptions):
     ] = "0"
     max_price: Annotated[
         float | None,
-        option("USD", "Highest price for an hour; a place that costs more is refused.", min=0),
+        option("USD", "Highest price per hour; a place that costs more is refused.", min=0),
     ] = None
     file: Annotated[
         list[str],

@@ -217,7 +217,7 @@ def _try_here(
         DryRunReport,
         first_rank_variables,
         results_of,
-        try_verb,
+        try_command,
     )
 
     if job.command.script is not None:
@@ -231,7 +231,7 @@ def _try_here(
         if any("HF_TOKEN" in variables for variables in workspace_secrets.values())
         else {}
     )
-    report = try_verb(job.command.words, project, {**secrets, **rank_variables, **hub_variables})
+    report = try_command(job.command.words, project, {**secrets, **rank_variables, **hub_variables})
     say(f"tried here: {report.summary}")
     return report
 

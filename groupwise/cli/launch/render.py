@@ -89,11 +89,15 @@ def render(
 ) -> None:
     """Print the job as YAML: a manifest of Kubernetes, or a task of SkyPilot or dstack.
 
-    The command contacts no cluster. You submit what it prints: by kubectl apply -f, sky launch or dstack apply -f.
+    The command contacts no cluster. Submit what it prints with `kubectl apply -f`, `sky launch` or `dstack apply -f`.
 
-    groupwise launch render --image IMG --gpus 8 --volume runs -- rl --config C.yaml --task-module task.py
+    \b
+        groupwise launch render --image IMG --gpus 8 --volume runs \\
+            -- rl -c C.yaml -t task.py
 
-    groupwise launch render --format skypilot --image IMG --gpus 8 --gpu-model H100 -- rl --config C.yaml --task-module task.py
+    \b
+        groupwise launch render --format skypilot --image IMG --gpus 8 \\
+            --gpu-model H100 -- rl -c C.yaml -t task.py
     """
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
     from groupwise.jobs.launch.preflight import check_verb

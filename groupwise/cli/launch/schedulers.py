@@ -41,7 +41,7 @@ def slurm(
 
     It is submitted from this machine, or from a login node over SSH.
 
-    groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
+        groupwise launch slurm --host login --gpus 1 -- rl -c C.yaml -t task.py
     """
     if gpu_model is not None and not job.gpu_count:
         raise UsageError(
@@ -97,7 +97,7 @@ def ray(
 
     It is submitted from this machine, or from the head node over SSH.
 
-    groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
+        groupwise launch ray --host head --gpus 1 -- rl -c C.yaml -t task.py
     """
     from groupwise.jobs.clouds.schedulers import resources_of
 

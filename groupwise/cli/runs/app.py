@@ -6,7 +6,6 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -298,7 +297,9 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             _evaluation_title(evaluation),
             [(k, round_number(v)) for k, v in evaluation["metrics"].items()],
         )
-    settings = _settings_that_differ(facts["config"])
+    from groupwise.training.sft_config import settings_that_differ
+
+    settings = settings_that_differ(facts["config"])
     print_section("configuration, without defaults (all: --json)", [*flatten(settings).items()])
 
 
@@ -308,25 +309,6 @@ def _evaluation_title(evaluation: Mapping[str, Any]) -> str:
     when = f"after {counted(step, 'step')}" if step else "before the first step"
     label = "" if name in ("before", "after", f"step-{step}") else f"{name} "
     return f"evaluation {label}{when} ({evaluation['policy']})"
-
-
-def _settings_that_differ(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run that are not defaults; all of them if this release would refuse the config."""
-    from pydantic import ValidationError
-
-    from groupwise.training.config import RunConfig
-    from groupwise.training.sft_config import SftConfig
-
-    try:
-        kind = RunConfig if "algorithm" in config else SftConfig
-        validated = kind.model_validate_json(json.dumps(config))
-    except ValidationError:
-        return config
-    differing = validated.model_dump(mode="json", exclude_defaults=True)
-    if "algorithm" in config:
-        chosen = {"type": config["algorithm"]["type"]}
-        differing["algorithm"] = chosen | differing.get("algorithm", {})
-    return differing
 
 
 # Rollouts

@@ -39,10 +39,10 @@ def compare(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two policies on the held-out prompts that both answered, and two runs by their rewards, or by their losses.
+    """Compare two runs or policies: on the held-out prompts that both answered, and by their rewards or losses in training.
 
-    RUN stands for its evaluation after training, RUN@STEP for the one after that step; `:NAME` chooses one of several evaluations. A
-    file is one that `groupwise eval` wrote.
+    RUN means its evaluation after training, RUN@STEP the one after that step. `:NAME` chooses one of several. A file is a result of
+    `groupwise eval`.
     """
     from groupwise.training.review.compare import compare_references
 

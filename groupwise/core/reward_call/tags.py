@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 from typing import TypeAlias
 
@@ -21,7 +22,7 @@ Tag: TypeAlias = str | tuple[str, str]
 
 def marks(tag: Tag) -> tuple[str, str]:
     """The opening and the closing mark of a tag, as text."""
-    return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
+    return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else (tag[0], tag[1])
 
 
 def check_tag(tag: Tag) -> None:
@@ -125,7 +126,7 @@ def after_reasoning(text: str, *more: Tag) -> str:
 
     Reasoning is in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one. The opening tag may be in the prompt.
     """
-    opening, closing = _patterns((*REASONING_TAGS, *more))
+    opening, closing = _reasoning_patterns(*map(marks, more))
     ends = [match.end() for match in closing.finditer(text)]
     return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
 
@@ -135,7 +136,7 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
     In a chat, the assistant's last message may have text after the tag; in a text prompt, the tag must come last.
     """
-    opening, closing = _patterns((*REASONING_TAGS, *more))
+    opening, closing = _reasoning_patterns(*map(marks, more))
     if isinstance(prompt, str):
         match = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
         return "" if match is None else match.group()
@@ -147,9 +148,11 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
     return content[starts[-1] :] if starts and not closing.search(content, starts[-1]) else ""
 
 
-def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns that open and close any of these tags or a reasoning channel."""
-    opening_marks, closing_marks = zip(*map(marks, tags), strict=True)
+# Compiled once for all rows of a dataset: making the text of these patterns takes longer than searching a completion.
+@lru_cache(maxsize=64)
+def _reasoning_patterns(*more: tuple[str, str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns that open and close any reasoning tag, a tag with one of these pairs of marks, or a reasoning channel."""
+    opening_marks, closing_marks = zip(*map(marks, REASONING_TAGS), *more, strict=True)
     return _any_mark_pattern(opening_marks, _CHANNEL_OPENS), _any_mark_pattern(
         closing_marks, _CHANNEL_CLOSES
     )
@@ -165,11 +168,8 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
 
     With `listed`, pairs with only a comma, `and` or `or` between them are one answer, joined as a list.
     """
-    opening, closing = map(re.escape, marks(tag))
     answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
-    # No mark inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm.
-    pair_pattern = rf"{opening}((?:(?!{opening}|{closing}).)*){closing}"
-    matches = list(re.finditer(pair_pattern, answer_text, re.DOTALL | re.IGNORECASE))
+    matches = list(_pair_pattern(*marks(tag)).finditer(answer_text))
     if not matches:
         return None
     answers = [matches[-1][1].strip()]
@@ -178,6 +178,15 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
             break
         answers.insert(0, earlier[1].strip())
     return ", ".join(answers)
+
+
+@lru_cache(maxsize=64)
+def _pair_pattern(opening: str, closing: str) -> re.Pattern[str]:
+    """No mark stands inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm."""
+    opening, closing = re.escape(opening), re.escape(closing)
+    return re.compile(
+        rf"{opening}((?:(?!{opening}|{closing}).)*){closing}", re.DOTALL | re.IGNORECASE
+    )
 
 
 _IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)

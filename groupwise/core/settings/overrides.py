@@ -19,8 +19,11 @@ from groupwise.core.settings.tree import Tree, copy_plain, parse_yaml, plain_val
 from groupwise.core.settings.wording import as_given
 
 
-def override(tree: Tree, assignments: Sequence[str]) -> Tree:
-    """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`."""
+def override(tree: Tree, assignments: Sequence[str], alternatives: Sequence[KeyPath] = ()) -> Tree:
+    """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`.
+
+    `alternatives`: keys of which a config has one. An argument for one of them takes the place of those in the file.
+    """
     result = Tree(
         tree.source,
         copy_plain(tree.values),
@@ -28,9 +31,11 @@ def override(tree: Tree, assignments: Sequence[str]) -> Tree:
         list(tree.problems),
         set(tree.unread),
     )
+    given: set[KeyPath] = set()
     for assignment in assignments:
         try:
             path, value = parse_override(assignment)
+            given.add(path)
             section = result.values
             origin = _override_origin(path, assignment)
             for depth, key in enumerate(path[:-1], start=1):
@@ -50,6 +55,8 @@ def override(tree: Tree, assignments: Sequence[str]) -> Tree:
             ]:
                 del result.origins[overridden]
             result.origins[path] = origin
+            if path in alternatives and value is not None:
+                section |= {key[-1]: None for key in alternatives if key not in given}
         except ConfigError as error:
             result.problems.append(error.message)
             result.unread.add(tuple(assignment.partition("=")[0].split(".")))

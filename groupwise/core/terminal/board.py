@@ -95,9 +95,9 @@ class Board:
 
     def times(self) -> str:
         """The elapsed and the estimated remaining time."""
-        elapsed = f"{_duration(self._clock() - self._started_at)} gone"
+        elapsed = f"{_duration(self._clock() - self._started_at)} elapsed"
         remaining = self._remaining_text()
-        return f"{elapsed}, {remaining} to go" if remaining else elapsed
+        return f"{elapsed}, {remaining} left" if remaining else elapsed
 
     def _title_and_bar(self, width: int) -> list[RenderableType]:
         from rich.progress_bar import ProgressBar

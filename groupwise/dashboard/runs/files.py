@@ -16,7 +16,7 @@ from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import Page, Visit, page_route
 from groupwise.dashboard.runs.archive import archive, files_of
 from groupwise.dashboard.runs.overview import run_header
-from groupwise.dashboard.runs.reading import RolloutsQuery
+from groupwise.dashboard.runs.rollouts import RolloutsQuery
 from groupwise.dashboard.sources.evaluations import evaluations_of
 from groupwise.runs.find import final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD

@@ -15,13 +15,14 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
 from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
 from groupwise.dashboard.runs.overview import overview_of
-from groupwise.dashboard.runs.reading import LISTED
+from groupwise.dashboard.runs.rollouts import LISTED
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.records import Order, RolloutFilter
 from groupwise.runs.store import Store
+from groupwise.training.sft_config import settings_that_differ
 
 COLUMNS = 400
 """Columns of each curve: a file cannot fetch finer ones for a range."""
@@ -64,10 +65,12 @@ def write_one_file(
             ]
             for words, order in ORDERS.items()
         }
+    config = read_config(path)
     data = {
         **overview,
         "rollouts": rollouts,
-        "settings": flatten(read_config(path)),
+        "settings": flatten(config),
+        "changed": flatten(settings_that_differ(config)),
         "curves": _as_script(dict(curves)),
         "inline": _static_text,
     }

@@ -142,7 +142,7 @@ def _problems(
     ended_badly = {"failed": "it failed", "crashed": "its process is gone"}.get(info.state or "")
     kinds = {warning.name: warning.kind for warning in warnings}
     active = [name.replace("_", " ") for name, kind in kinds.items() if kind == "begins"]
-    asking = [entry["problem"] for entry in advice]
+    asking = [entry["problem"] for entry in advice if entry["problem"]]
     return [
         *filter(None, [ended_badly or (error and "it failed")]),
         *dict.fromkeys(active + asking),

@@ -56,7 +56,7 @@ class BackgroundValue(Generic[T]):
         self._generation = 0
         self._ended = False
 
-    def latest(self, moment: float = NEWER_VALUE_TIMEOUT) -> T | None:
+    def latest(self, timeout: float = NEWER_VALUE_TIMEOUT) -> T | None:
         """The latest known value; None if nothing is known yet."""
         with self._lock:
             if self._cached is not None and self._clock() - self._cached[0] < VALID_SECONDS:
@@ -67,7 +67,7 @@ class BackgroundValue(Generic[T]):
                 self._thread = threading.Thread(target=self._compute, daemon=True)
                 self._thread.start()
             thread = self._thread
-        thread.join(moment)
+        thread.join(timeout)
         with self._lock:
             return None if self._cached is None else self._cached[1]
 

@@ -83,9 +83,9 @@ class WatchedFleet:
         """The newest jobs."""
         return self._newest.get()
 
-    def stamp(self, moment: float = NEWER_VALUE_TIMEOUT) -> str | None:
+    def stamp(self, timeout: float = NEWER_VALUE_TIMEOUT) -> str | None:
         """A text that changes whenever pages have something new to show."""
-        return self._stamp.latest(moment)
+        return self._stamp.latest(timeout)
 
     def end(self) -> None:
         """Stop background requests, so the client can be closed."""

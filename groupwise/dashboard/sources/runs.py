@@ -94,11 +94,11 @@ class RunsIndex:
         runs = tuple(sorted(map(_with_current_state, entries), key=newest_first))
         return AllRuns(runs, len(stamps) - len(entries))
 
-    def stamp(self, moment: float = NEWER_VALUE_TIMEOUT) -> Any:
+    def stamp(self, timeout: float = NEWER_VALUE_TIMEOUT) -> Any:
         """A value that changes when the list changes, or a new result is in a run or next to the runs. Computed once a second for
         all pages.
         """
-        return self._stamp.latest(moment)
+        return self._stamp.latest(timeout)
 
     def _compute_stamp(self) -> Any:
         all_runs = self.all_runs()

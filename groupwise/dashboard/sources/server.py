@@ -51,9 +51,9 @@ class WatchedServer:
         """Status and activity. Raises ClientError if the server does not answer, and `too_busy` while others wait for that."""
         return self._answers.get()
 
-    def stamp(self, moment: float = NEWER_VALUE_TIMEOUT) -> str | None:
+    def stamp(self, timeout: float = NEWER_VALUE_TIMEOUT) -> str | None:
         """A text that changes whenever the page has something new to show."""
-        return self._stamp.latest(moment)
+        return self._stamp.latest(timeout)
 
     def end(self) -> None:
         """Stop background requests, so the client can be closed."""

@@ -18,16 +18,17 @@ class DistributedConfig(Strict):
 
     learners: int = setting(
         1,
-        "Processes that each hold the whole model, one on each GPU, sample their part of the completions, and add up their gradients by "
-        "torch.distributed. Under torchrun as many as it starts; else the run starts them on this machine. Other numbers change the last "
-        "bits.",
+        "Processes that learn, each on a GPU of its own: each samples its part of the completions, and torch.distributed adds up "
+        "their gradients. Under torchrun this is the number of its processes; otherwise the run starts them on this machine. Other "
+        "numbers change the last bits.",
         on_resume="warn",
         ge=1,
     )
     strategy: Literal["ddp", "fsdp2"] = setting(
         "ddp",
-        "Who holds the weights that learners compute with: ddp, each learner all of them; fsdp2, each a part, which is gathered layer by "
-        "layer, so that a model may be larger than a GPU. Slower; in groupwise rl it needs samplers or servers, which have all of it.",
+        "How the weights are divided. ddp: each learner holds all of them. fsdp2: each holds a part, and layers are gathered one by "
+        "one, so that a model may be larger than a GPU; this is slower, and groupwise rl then needs samplers or servers, which hold "
+        "the whole model.",
         on_resume="warn",
     )
 
@@ -43,16 +44,16 @@ class SampledDistributedConfig(DistributedConfig):
 
     samplers: int = setting(
         0,
-        "Processes that only sample, on the GPUs of this machine that come after the learners'; if there are no others, and "
-        "training.max_off_policy_steps is at least 1, on the learners' own. Learners then only learn, and with "
-        "training.max_off_policy_steps both work at the same time. One that ends is replaced. 0: learners sample.",
+        "Processes that only sample, on the GPUs of this machine after the learners'. If there are none and "
+        "training.max_off_policy_steps is at least 1, they use the learners' GPUs. Learners then only learn, and with "
+        "training.max_off_policy_steps both work at the same time. A sampler that ends is replaced. 0: learners sample.",
         on_resume="warn",
         ge=0,
     )
     sampler_timeout: float = setting(
         SAMPLER_TIMEOUT,
-        "Seconds without a sign of life after which a sampler is killed and replaced. It gives one between any two tokens, so that this "
-        "has to be longer than what it does in one piece: reading weights, computing prompts.",
+        "Seconds without a sign of life after which a sampler is killed and replaced. It gives one after each token, so this must be "
+        "longer than its longest single piece of work: reading weights, or computing prompts.",
         on_resume="free",
         gt=0,
     )

@@ -9,6 +9,9 @@ from pydantic import model_validator
 
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
+LENGTHS = (("training", "max_steps"), ("training", "num_train_epochs"))
+"""The two keys that say how long a run is; a config has one of them."""
+
 
 class OptimisationConfig(Strict):
     """Budget, step size and optimiser: what every training has."""
@@ -17,7 +20,7 @@ class OptimisationConfig(Strict):
 
     max_steps: int | None = setting(
         100,
-        "Steps to train; null where num_train_epochs says how long.",
+        "Steps to train; null if num_train_epochs is set.",
         on_resume="free",
         ge=1,
     )
@@ -29,20 +32,21 @@ class OptimisationConfig(Strict):
     )
     learning_rate: float = setting(
         1e-5,
-        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want less.",
+        "Peak step size of AdamW. The default suits a LoRA adapter; training all weights needs less.",
         gt=0,
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "linear",
-        "Course of the learning rate after its own warm-up (`warmup_steps`): to 0 at the last step, or constant.",
+        "How the learning rate changes after its warm-up (`warmup_steps`). linear, cosine: it falls to 0 at the last step. constant: "
+        "it stays.",
     )
     warmup_steps: int = setting(0, "Steps over which the learning rate rises from 0.", ge=0)
     warmup_ratio: float = setting(
-        0.0, "The same as a share of all steps; give one of the two.", ge=0, le=1
+        0.0, "The same as a share of all steps; set only one of the two.", ge=0, le=1
     )
     optim: Literal["adamw"] = setting("adamw", "The optimiser.")
     weight_decay: float = setting(
-        0.0, "Decoupled weight decay of AdamW. 0, because a LoRA starts at no change.", ge=0
+        0.0, "Decoupled weight decay of AdamW. 0, because a LoRA adapter starts as no change.", ge=0
     )
     adam_beta1: float = setting(0.9, "Decay of AdamW's mean of gradients.", ge=0, lt=1)
     adam_beta2: float = setting(0.999, "Decay of AdamW's mean of squared gradients.", ge=0, lt=1)
@@ -52,14 +56,14 @@ class OptimisationConfig(Strict):
     )
     seed: int = setting(
         0,
-        "Decides order of examples, every sampled token and the adapter's start.",
+        "Decides the order of examples, every sampled token and the adapter's first values.",
         ge=0,
         le=2**63 - 1,
     )
     max_tokens_per_microbatch: int | None = setting(
         None,
-        "Tokens that the learner computes at once in each process (run.processes). Less needs less memory, more is faster on a "
-        "GPU alone. The gradient stays the same. Null: 4096, on a GPU as many as its free memory holds, up to 65536.",
+        "Tokens that the learner computes at once in each process (run.processes). Fewer need less memory; more are faster, but only "
+        "on a GPU. The gradient stays the same. null: 4096; on a GPU as many as fit into its free memory, up to 65536.",
         on_resume="warn",
         ge=1,
     )
@@ -71,13 +75,13 @@ class OptimisationConfig(Strict):
 
     packing: bool = setting(
         True,
-        "Compute rows of different prompts behind each other in one sequence, where the model allows it, instead of each in "
-        "a micro-batch of its own. The gradient stays the same.",
+        "Compute rows of different prompts one after another in one sequence, if the model allows it, instead of each in a "
+        "micro-batch of its own. The gradient stays the same.",
         on_resume="warn",
     )
     max_non_finite_steps: int = setting(
         3,
-        "Steps in a row with an update that was left out because loss or gradient was not finite, after which a run stops.",
+        "Stop the run after this many steps in a row in which an update was skipped because loss or gradient was not finite.",
         on_resume="free",
         ge=1,
     )
@@ -120,8 +124,8 @@ class TrainingConfig(OptimisationConfig):
     prompts_per_step: int = setting(8, "Examples (groups) drawn for each step.", ge=1)
     num_generations: int = setting(
         8,
-        "Completions of each prompt, the size of a group; they are compared with each other, "
-        "so 2 is the least, except for the plain form of reinforce_pp.",
+        "Completions of each prompt, the size of a group. They are compared with each other, so at least 2, except for the plain form "
+        "of reinforce_pp.",
         ge=1,
     )
     num_iterations: int = setting(
@@ -139,8 +143,8 @@ class TrainingConfig(OptimisationConfig):
     )
     max_off_policy_steps: int = setting(
         0,
-        "Steps that sampling may be ahead of learning. 0: they take turns. 1: the next step is sampled while this one is "
-        "learned and scored. With a lag, algorithm.importance_sampling_correction is token_truncate where it is not given.",
+        "Number of steps that sampling may be ahead of learning. 0: they take turns. 1: the next step is sampled while this one is "
+        "scored and learnt. If it is above 0, algorithm.importance_sampling_correction is token_truncate unless it is set.",
         ge=0,
     )
 

@@ -15,50 +15,6 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
-    backend: Literal["transformers", "unsloth", "tunix", "tinker"] = setting(
-        "transformers",
-        "Which library makes the model from its files, and with what it computes: transformers with torch; unsloth with kernels of its own "
-        "for GPUs (pip install 'groupwise[train,unsloth]'); tunix (google-tunix) with JAX, for TPUs, in an environment of its own that "
-        "groupwise fetch-tunix makes; tinker has a service of the Tinker API sample and learn (pip install 'groupwise[train,tinker]').",
-    )
-    base_url: str | None = setting(
-        None,
-        "Where the service of the backend tinker answers, as http://127.0.0.1:8000; null: TINKER_BASE_URL, else the one that the tinker "
-        "package is made for.",
-        on_resume="free",
-        min_length=1,
-    )
-    api_key_env: str = setting(
-        "TINKER_API_KEY",
-        "The environment variable that holds the key of the backend tinker's service.",
-        on_resume="free",
-        min_length=1,
-    )
-    tokenizer: str | None = setting(
-        None,
-        "Tokenizer of the model that the service of the backend tinker calls `name`: a hub id, a folder or an alias; null: `name` itself.",
-        min_length=1,
-    )
-    loss_reduction: Literal["sum", "mean"] | None = setting(
-        None,
-        "How the service of the backend tinker adds up a loss: sum, as Tinker does; mean over the targets of a datum and over datums, as "
-        "SkyRL's engine jax does, for which numbers are sent that undo it. null: sum; with SkyRL's server it must be said.",
-    )
-    load_in_4bit: bool = setting(
-        False,
-        "Hold the frozen weights in 4 bits (bitsandbytes NF4): a quarter of the memory of bfloat16. With the backend unsloth.",
-    )
-    load_in_8bit: bool = setting(
-        False,
-        "Hold the frozen weights in 8 bits (bitsandbytes LLM.int8): half the memory of bfloat16. With the backend unsloth.",
-    )
-    mesh: tuple[int, int] | None = setting(
-        None,
-        "Devices of the backend tunix as [fsdp, tp]: over how many weights and rows are divided, and how many share each product. "
-        "null: all that there are, as [all, 1].",
-        on_resume="warn",
-    )
-
     name: str = setting(
         ...,
         "A hub id, a local folder, a .gguf file, or an alias (`smollm2-135m-instruct`, `tiny`).",
@@ -77,23 +33,70 @@ class ModelConfig(Strict):
     )
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
         "auto",
-        "Number format in which the model computes, and of frozen weights; auto takes what suits the model and machine. "
-        "Weights that are all trained (lora: null) stay float32. tf32 keeps everything in float32, but a GPU rounds the factors of its "
-        "matrix products to TF32 (11 significant bits instead of 24), which makes them several times faster.",
+        "Number format of the computation and of frozen weights; auto takes what suits the model and machine. Weights that are all "
+        "trained (lora: null) stay float32. tf32 keeps everything in float32, but a GPU rounds the factors of its matrix products to "
+        "TF32 (11 significant bits instead of 24), which makes them several times faster.",
     )
     chat_template: str | None = setting(
         None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
     )
     chat_template_kwargs: dict[str, Any] = setting(
         {},
-        "What the chat template receives in every conversation, such as {enable_thinking: false}; a row's own column "
-        "`chat_template_kwargs` goes before it.",
+        "Arguments that the chat template receives in every conversation, such as {enable_thinking: false}. A row's own column "
+        "`chat_template_kwargs` overrides them.",
     )
     trust_remote_code: bool = setting(
         False, "Run Python code from the model's repository. Off, because it can do anything."
     )
     max_seq_length: int | None = setting(
-        None, "Most tokens of prompt and completion together; null is the model's own limit.", ge=2
+        None,
+        "Maximum tokens of prompt and completion together; null is the model's own limit.",
+        ge=2,
+    )
+
+    backend: Literal["transformers", "unsloth", "tunix", "tinker"] = setting(
+        "transformers",
+        "What loads the model and computes with it. transformers: torch. unsloth: torch with Unsloth's kernels for GPUs (pip install "
+        "'groupwise[train,unsloth]'). tunix: google-tunix with JAX, for TPUs, in an environment of its own that groupwise fetch-tunix "
+        "makes. tinker: a service of the Tinker API samples and learns (pip install 'groupwise[train,tinker]').",
+    )
+    base_url: str | None = setting(
+        None,
+        "Backend tinker: address of the service, as http://127.0.0.1:8000. null: TINKER_BASE_URL, or else the default of the tinker "
+        "package.",
+        on_resume="free",
+        min_length=1,
+    )
+    api_key_env: str = setting(
+        "TINKER_API_KEY",
+        "Backend tinker: the environment variable that holds the service's key.",
+        on_resume="free",
+        min_length=1,
+    )
+    tokenizer: str | None = setting(
+        None,
+        "Backend tinker: tokenizer of the model that the service calls `name`: a hub id, a folder or an alias. null: `name` itself.",
+        min_length=1,
+    )
+    loss_reduction: Literal["sum", "mean"] | None = setting(
+        None,
+        "Backend tinker: how the service adds up a loss. sum: as Tinker does. mean: over the targets of a datum and over datums, as "
+        "SkyRL's engine jax does; what is sent is scaled so that the result is the same. null: sum; a SkyRL server needs an explicit "
+        "value.",
+    )
+    load_in_4bit: bool = setting(
+        False,
+        "Backend unsloth: hold the frozen weights in 4 bits (bitsandbytes NF4), which takes a quarter of the memory of bfloat16.",
+    )
+    load_in_8bit: bool = setting(
+        False,
+        "Backend unsloth: hold the frozen weights in 8 bits (bitsandbytes LLM.int8), which takes half the memory of bfloat16.",
+    )
+    mesh: tuple[int, int] | None = setting(
+        None,
+        "Backend tunix: its devices as [fsdp, tp]. fsdp is the number over which weights and rows are divided, tp the number that "
+        "share each product. null: all devices, as [all, 1].",
+        on_resume="warn",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -151,13 +154,13 @@ class LoraConfig(Strict):
     )
     target_modules: Literal["all-linear"] | tuple[str, ...] = setting(
         "all-linear",
-        "Names of the layers that get an adapter; all-linear is every linear layer but the output "
-        "head. In a model with experts, all-linear leaves out these and what chooses them.",
+        "Names of the layers that get an adapter; all-linear is every linear layer except the output head and, in a mixture of "
+        "experts, the experts and their router.",
     )
     target_parameters: tuple[str, ...] = setting(
         (),
-        "Matrices of experts that get an adapter as well, of rank r for each expert, as [mlp.experts.gate_up_proj, mlp.experts.down_proj]; "
-        "peft's target_parameters.",
+        "Matrices of experts that get an adapter too, of rank r for each expert, as [mlp.experts.gate_up_proj, "
+        "mlp.experts.down_proj]; the same as target_parameters of peft.",
     )
 
     def conflicts(self) -> Iterator[Conflict]:

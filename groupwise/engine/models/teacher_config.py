@@ -30,8 +30,8 @@ class TeacherConfig(Strict):
 
     type: Literal["model", "self", "endpoint"] = setting(
         "model",
-        "model: another model, loaded beside the policy. self: the policy itself, which is told more (prompt, or the task's "
-        "teacher_prompt). endpoint: a server that gives the log-probabilities of tokens that it is sent.",
+        "model: another model, loaded beside the policy. self: the policy itself, with more in its prompt (prompt, or the task's "
+        "teacher_prompt). endpoint: a server that returns the log-probabilities of tokens.",
     )
     name: str | None = setting(
         None,
@@ -42,44 +42,44 @@ class TeacherConfig(Strict):
         None, "model: branch, tag or commit of a hub id; null is the hub's main branch."
     )
     adapter: str | None = setting(
-        None, "model: a PEFT adapter that the teacher has, a folder or a hub id; null: none."
+        None, "model: the teacher's PEFT adapter, a folder or a hub id; null: none."
     )
     adapter_revision: str | None = setting(
         None, "model: branch, tag or commit of an adapter on the hub; null is its main branch."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        "model: number format of the teacher's weights; auto takes bfloat16 where the device has it.",
+        "model: number format of the teacher's weights; auto takes bfloat16 if the device supports it.",
     )
     weights: Literal["current", "start", "ema"] = setting(
         "current",
-        "self: whose weights the teacher has: those of the policy now (SDPO), those that the run started from (OPSD), or a moving average "
-        "of the policy's (SDFT).",
+        "self: the teacher's weights. current: those of the policy now (SDPO). start: those that the run started from (OPSD). ema: a "
+        "moving average of the policy's (SDFT).",
     )
     ema_rate: float = setting(
         0.05,
-        "self, with weights ema: the part of the way to the policy that the average goes after each update.",
+        "self, with weights ema: the share of the way to the policy that the average moves after each update.",
         gt=0,
         le=1,
     )
     engine: Literal["vllm", "sglang", "openai"] = setting(
         "vllm",
-        "endpoint: what answers: vllm; sglang; or openai, any server whose /v1/completions takes token ids and echoes a prompt with its "
-        "log-probabilities, such as groupwise serve.",
+        "endpoint: the kind of server. vllm; sglang; or openai, any server whose /v1/completions takes token ids and echoes a prompt "
+        "with its log-probabilities, such as groupwise serve.",
     )
     url: str | tuple[str, ...] | None = setting(
         None,
-        "endpoint: where it answers, as http://127.0.0.1:8000; several addresses share the work.",
+        "endpoint: its address, as http://127.0.0.1:8000; several addresses share the work.",
         on_resume="free",
     )
     api_key_env: str = setting(
         "VLLM_API_KEY",
-        "endpoint: the environment variable that holds its key; without it the endpoint is asked without.",
+        "endpoint: the environment variable that holds its key; if it is not set, requests carry no key.",
         on_resume="free",
         min_length=1,
     )
     concurrency: int = setting(
-        32, "endpoint: requests that each server is sent at the same time.", on_resume="free", ge=1
+        32, "endpoint: requests sent to each server at the same time.", on_resume="free", ge=1
     )
     timeout: float = setting(
         600.0, "endpoint: seconds in which a request must be answered.", on_resume="free", gt=0
@@ -92,19 +92,19 @@ class TeacherConfig(Strict):
     )
     on_failure: Literal["stop", "skip"] = setting(
         "stop",
-        "endpoint: what happens when no answer has come: stop ends the run, which goes on with --resume; skip counts the rollout as "
-        "failed, so that it does not teach.",
+        "endpoint: what happens if no answer comes. stop: the run ends, and --resume continues it. skip: the rollout counts as failed "
+        "and does not teach.",
         on_resume="free",
     )
     prompt: str | None = setting(
         None,
-        "What the teacher reads in place of the prompt's last user message (of a prompt that is text: in place of all of it). {prompt} is "
-        "that message; {answer} and so on are columns of the row; {demonstration} is the best other completion of the group if it has "
-        "demonstration_reward; {feedback} is what a reward noted by log_extra('feedback', …). A rollout that lacks one of them keeps the "
-        "policy's prompt. null: the same prompt as the policy's, or what the task's teacher_prompt returns.",
+        "What the teacher reads in place of the prompt's last user message (or of the whole prompt, if that is plain text). {prompt} "
+        "is that message; {answer} and so on are columns of the row; {demonstration} is the best other completion of the group, if "
+        "its reward is at least demonstration_reward; {feedback} is what a reward noted by log_extra('feedback', …). A rollout that "
+        "lacks one of them keeps the policy's prompt. null: the policy's prompt, or what the task's teacher_prompt returns.",
     )
     demonstration_reward: float = setting(
-        0.999, "Least reward of a completion that is shown as {demonstration}."
+        0.999, "Minimum reward of a completion that is shown as {demonstration}."
     )
 
     @property

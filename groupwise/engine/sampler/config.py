@@ -86,12 +86,12 @@ class SamplerConfig(Strict):
 
     engine: Literal["torch", "vllm", "sglang"] = setting(
         "torch",
-        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one "
-        "that the run starts (vllm_python); sglang at servers of SGLang that are reached over HTTP (url).",
+        "What samples. torch: the processes of the run, on this machine. vllm: servers of vLLM, reached over HTTP (url) or started by "
+        "the run (vllm_python). sglang: servers of SGLang, reached over HTTP (url).",
     )
     url: str | tuple[str, ...] | None = setting(
         None,
-        "Where vLLM or SGLang answers, as http://127.0.0.1:8000; several addresses share the work.",
+        "Address of vLLM or SGLang, as http://127.0.0.1:8000; several addresses share the work.",
         on_resume="free",
     )
     served_model: str | None = setting(
@@ -101,84 +101,84 @@ class SamplerConfig(Strict):
     )
     adapter_folder: str | None = setting(
         None,
-        "A folder that this machine and the servers have in common, where adapters, or files of all weights, are handed over; null: the "
-        "servers are on this machine, run by the same user, and read the publications themselves.",
+        "A folder that both this machine and the servers see, through which adapters, or files of all weights, are handed over. null: "
+        "the servers run on this machine as the same user, and read the files of the run itself.",
         on_resume="free",
     )
     adapter_folder_there: str | None = setting(
         None,
-        "What the servers call adapter_folder, where it is mounted elsewhere for them; null: the same.",
+        "Path of adapter_folder as the servers see it, if they mount it elsewhere; null: the same path.",
         on_resume="free",
     )
     weight_transfer: Literal["files", "ipc", "nccl"] | None = setting(
         None,
-        "How servers get all weights, if lora is null: files, which they read; ipc, by which the server of vllm_python, or SGLang, copies "
-        "them on the learner's own GPU; nccl, by which vLLM on other GPUs or machines receives them from the learner's GPU. null: ipc for "
-        "the server of vllm_python where it can be, else files.",
+        "How servers get all weights, if lora is null. files: they read files. ipc: the server of vllm_python, or SGLang, copies them "
+        "on the learner's own GPU. nccl: vLLM on other GPUs or machines receives them from the learner's GPU. null: ipc for the "
+        "server of vllm_python if possible, else files.",
         on_resume="free",
     )
     weight_transfer_timeout: float = setting(
         120.0,
-        "Seconds in which a server must have joined a transfer by nccl, and have taken all weights; then the transfer is ended on this "
-        "side.",
+        "Seconds in which a server must have joined a transfer by nccl and received all weights; after that the run gives the "
+        "transfer up.",
         on_resume="free",
         gt=0,
     )
     logprob_tolerance: float = setting(
         0.1,
-        "Mean difference (nats) that the log-probabilities of a server may have from those of the same weights here, on fixed prompts "
-        "after each publication; more stops the run. bfloat16 differs by about 0.01 to 0.03.",
+        "Mean difference (nats) allowed between the log-probabilities of a server and those of the same weights here, on fixed "
+        "prompts after each publication; a larger one stops the run. bfloat16 differs by about 0.01 to 0.03.",
         on_resume="free",
         gt=0,
     )
     concurrency: int = setting(
         256,
-        "Requests that each server is sent at the same time, one for each group; further ones wait.",
+        "Requests sent to each server at the same time, one for each group; further ones wait.",
         on_resume="free",
         ge=1,
     )
     timeout: float = setting(
         600.0,
-        "Seconds in which a server must have drawn a group's completions; then another one is asked.",
+        "Seconds in which a server must have drawn a group's completions; after that another server is asked.",
         on_resume="free",
         gt=0,
     )
     server_timeout: float = setting(
         600.0,
-        "Seconds for which the run waits when no server answers; enough for one that is started anew.",
+        "Seconds for which the run waits when no server answers; enough to restart one.",
         on_resume="free",
         gt=0,
     )
     api_key_env: str = setting(
         "VLLM_API_KEY",
-        "The environment variable that holds the servers' key (their --api-key); without it they are asked without.",
+        "The environment variable that holds the servers' key (their --api-key); if it is not set, requests carry no key.",
         on_resume="free",
     )
     seeded: bool | None = setting(
         None,
-        "Send a seed with each request, so that a server draws nearly the same for it again. vLLM then draws random numbers for each "
-        "completion by itself, which takes time for each token on a GPU; false: for all completions together. null: true, but false for "
-        "the server of vllm_python on a GPU, and for sglang, which is sent none.",
+        "Send a seed with each request, so that a server draws nearly the same if it is asked again. vLLM then draws random numbers "
+        "separately for each completion, which costs time for each token on a GPU. null: true, except for the server of vllm_python "
+        "on a GPU and for sglang, which never gets a seed.",
         on_resume="free",
     )
     routing_replay: bool = setting(
         False,
-        "For mixtures of experts: the learner uses the experts that vLLM chose for each token (R3). Each row is then computed with its own "
-        "prompt. Servers need vLLM 0.22 and --enable-return-routed-experts. Worth it if sampling/logprob_gap stays high and "
+        "For mixtures of experts: the learner uses the experts that vLLM chose for each token (R3). Each row is then computed with "
+        "its own prompt. Servers need vLLM 0.22 and --enable-return-routed-experts. Worth it if sampling/logprob_gap stays high and "
         "algorithm.importance_sampling_correction cuts off many tokens.",
         on_resume="warn",
     )
     vllm_python: str | None = setting(
         None,
-        "The Python of an environment that has vLLM, as /opt/vllm/bin/python: the run starts a server with it, on the GPUs after the first "
-        "one, and ends it. In place of url.",
+        "In place of url: the Python of an environment that has vLLM, as /opt/vllm/bin/python. The run starts a server with it, on "
+        "the GPUs after the first one, and ends it.",
         on_resume="free",
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "Share of a GPU's memory that the server of vllm_python takes; null: 0.9, or on the learner's own GPU 0.7, or 0.5 if the run "
-        "samples while it learns. Without a GPU it is a share of the machine's memory, and null gives 4 GiB to keys and values, at most a "
-        "quarter of what there is.",
+        "Share of a GPU's memory that the server of vllm_python takes. null: 0.9; on the learner's own GPU 0.7, or 0.5 if the run "
+        "samples while it learns. Without a GPU it is a share of the machine's memory, and null gives 4 GiB to keys and values, but "
+        "at most a quarter of the memory.",
         on_resume="free",
         gt=0,
         le=1,
@@ -188,7 +188,7 @@ class SamplerConfig(Strict):
     )
     max_model_len: int | None = setting(
         None,
-        "Most tokens of prompt and completion that the server of vllm_python is laid out for; null: what the run needs.",
+        "Maximum tokens of prompt and completion in the server of vllm_python; null: what the run needs.",
         on_resume="free",
         ge=1,
     )
@@ -197,9 +197,9 @@ class SamplerConfig(Strict):
     )
     min_completion_length: int = setting(
         0,
-        "The first so many tokens of a completion are no stop tokens, neither the model's own nor stop_token_ids: their probability "
-        "there is 0, for sampler and learner alike. A stop text does not end it before the last of them. Each turn of an "
-        "environment counts anew, and so do reasoning and answer of two_stage. Holds for evaluations, too.",
+        "A completion cannot end before this many tokens: until then the model's own stop tokens and stop_token_ids have the "
+        "probability 0, for sampler and learner alike, and stop texts have no effect. Each turn of an environment counts separately, "
+        "and so do reasoning and answer of two_stage. Evaluations keep to it, too.",
         ge=0,
     )
     temperature: float = setting(
@@ -209,8 +209,8 @@ class SamplerConfig(Strict):
     )
     temperature_schedule: TemperatureSchedule | None = setting(
         None,
-        "A temperature that changes with the steps, in place of temperature; {} takes all defaults. What is drawn and its "
-        "log-probabilities are at the temperature of the step.",
+        "A temperature that changes with the steps, in place of temperature; {} takes all defaults. Completions are drawn, and their "
+        "log-probabilities computed, at the temperature of the step.",
     )
     stop: tuple[str, ...] = setting(
         (), "Texts that end a completion, besides the model's own stop tokens."
@@ -234,10 +234,9 @@ class SamplerConfig(Strict):
 
     quantization: Literal["int8"] | None = setting(
         None,
-        "int8: on a CPU with AVX512_VNNI, decode with the layers' weights and their inputs rounded to 8 bits, which is faster; null: with "
-        "the weights as they are. The adapter and the head stay exact, and so does the learner: with int8, "
-        "algorithm.importance_sampling_correction is token_truncate where it is not given. Evaluations and a server's completions are "
-        "decoded in the same way.",
+        "int8: on a CPU with AVX512_VNNI, decode with the layers' weights and their inputs rounded to 8 bits, which is faster. null: "
+        "no rounding. Adapter, output head and learner stay exact. With int8, algorithm.importance_sampling_correction is "
+        "token_truncate unless it is set. Evaluations and a server's completions are decoded in the same way.",
     )
 
     @property

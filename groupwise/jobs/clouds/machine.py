@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from groupwise.core.errors import UsageError
 from groupwise.core.interruption import wait_until_done
-from groupwise.core.terminal.quantities import counted
+from groupwise.core.terminal.quantities import byte_size, counted
 from groupwise.jobs.clouds.backend import (
     Busy,
     Capabilities,
@@ -116,10 +116,10 @@ class MachineBackend:
             lacking = await self._runner.missing(sizes)
             start_steps = await self._start_steps(order, engine, hello.root)
         bytes_to_send = sum(sizes[sha256] for sha256 in lacking)
-        files = (
-            f"{len(lacking)} of {counted(len(sizes), 'file')} ({counted(bytes_to_send, 'byte')})"
-        )
-        steps = (f"send {files}; the others are there", *start_steps)
+        files = counted(len(sizes), "file")
+        if len(lacking) < len(sizes):
+            files = f"{len(lacking):,} of {files}, since the machine has the others"
+        steps = (f"send {files} ({byte_size(bytes_to_send)})", *start_steps)
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
     async def _scheduler(self, order: Order) -> Scheduler | None:
@@ -131,8 +131,8 @@ class MachineBackend:
     ) -> tuple[str, ...]:
         """The steps that start the job, for a plan. Raises CloudError or HostError if it could not start."""
         await self._free_gpus(order.gpus)
-        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
-        return (f"begin {order.name} below {root}, with {gpus}",)
+        gpus = f"with {counted(order.gpus, 'GPU')} of its own" if order.gpus else "without GPUs"
+        return (f"start {order.name} in {root}, {gpus}",)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""

@@ -82,10 +82,10 @@ class SchedulerBackend(MachineBackend):
     ) -> tuple[str, ...]:
         assert engine is not None
         runner, options = self._scheduler_runner, engine.options
-        submit_step = f"give it to {runner.title}, with {' '.join(options)}"
+        submit_step = f"submit it to {runner.title} with {' '.join(options)}"
         verdict = await runner.try_options(options)
         return (
-            f"lay {order.name} out below {root}, and {submit_step}",
+            f"prepare {order.name} in {root}, and {submit_step}",
             f"{runner.title} says: {verdict}",
         )
 

@@ -1,4 +1,4 @@
-"""A fleet from Python, over its HTTP API: the same verbs as the command line.
+"""A fleet from Python, over its HTTP API: the same operations as the command line.
 
     fleet = FleetClient("http://127.0.0.1:8010")
     job = fleet.submit({"arguments": ["python", "train.py"]}, files=["train.py"])
@@ -239,7 +239,7 @@ class FleetClient:
 
     def change_all(
         self,
-        verb: Literal["cancel", "hold", "release", "retry"],
+        operation: Literal["cancel", "hold", "release", "retry"],
         ids: Sequence[str],
         reason: str | None = None,
     ) -> list[Document]:
@@ -249,12 +249,12 @@ class FleetClient:
         """
         results: list[Document] = []
         fields, tries = (
-            {"reason": reason} if verb == "cancel" else {},
-            1 if verb == "retry" else None,
+            {"reason": reason} if operation == "cancel" else {},
+            1 if operation == "retry" else None,
         )
         for portion in portions(ids):
             body = {"jobs": portion, **fields}
-            results += self._request_json("POST", f"/jobs/{verb}", body=body, tries=tries)
+            results += self._request_json("POST", f"/jobs/{operation}", body=body, tries=tries)
         return results
 
     def prune(

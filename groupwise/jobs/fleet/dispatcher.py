@@ -6,7 +6,7 @@
                  that list that is not being driven is driven from then on
     claiming     at every ring of the doorbell, and at least every 2 s: admit new rows, claim the jobs for which there is room
     adopting     every 2 s: take over attempts whose owner has not renewed its lease; at the start this finds those of ended dispatchers
-    wishes       every 2 s: cancellations and lost machines wake the drives that they concern. If the poller saw a machine reboot, or
+    requests     every 2 s: cancellations and lost machines wake the drives that they concern. If the poller saw a machine reboot, or
                  answer again, the machine is asked at once, over a new connection, since the kept one may be dead without a sign. If its
                  row has changed, it is asked at its new address
     clearing     every ten minutes: remove files that are no longer needed, from machines and from the local blob store
@@ -54,7 +54,7 @@ from groupwise.jobs.fleet.machines.clearing import Keeping, MachineClearing, is_
 from groupwise.jobs.fleet.machines.reaching import runner_of
 from groupwise.jobs.fleet.queue import admission, claim
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobStore
@@ -93,8 +93,8 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts a dispatcher works with."""
+class DispatcherDependencies:
+    """What a dispatcher works with."""
 
     database: Database
     host: Callable[[Machine], Host]
@@ -105,7 +105,7 @@ class Parts:
     collector: Collector
     store: BlobStore
     secrets: AllowedSecrets = DEFAULT_SECRETS
-    doubt: Callable[[str], None] = lambda vm_id: None
+    note_restart: Callable[[str], None] = lambda vm_id: None
     """Marks the kept connections to this machine as possibly dead: calls that wait on them are given up."""
     keep_only: Callable[[Collection[str]], Awaitable[None]] | None = None
     """Closes connections to all machines but these, which are the fleet's. None: no connections are kept."""
@@ -117,9 +117,9 @@ class Parts:
 class Tuning:
     """Intervals, limits and clocks of a dispatcher."""
 
-    rhythm: Intervals = field(default_factory=Intervals)
+    intervals: Intervals = field(default_factory=Intervals)
     pauses: Pauses = field(default_factory=Pauses)
-    chance: random.Random = field(default_factory=random.Random)
+    rng: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
     keeping: Keeping = field(default_factory=Keeping)
@@ -140,16 +140,16 @@ class GlobalJobDispatcher:
 
     def __init__(
         self,
-        parts: Parts,
+        dependencies: DispatcherDependencies,
         tuning: Tuning | None = None,
         *,
         owner: str | None = None,
         gateway: Gateway | None = None,
     ) -> None:
         self.owner = owner or new_owner()
-        self._parts = parts
+        self._dependencies = dependencies
         self._tuning = tuning or Tuning()
-        self._gateway = gateway or Gateway(parts.database)
+        self._gateway = gateway or Gateway(dependencies.database)
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._drives: dict[int, tuple[AttemptController, asyncio.Task[None]]] = {}
@@ -168,17 +168,17 @@ class GlobalJobDispatcher:
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
-                parts.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
+                dependencies.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
             ),
             runner=self._runner_for,
             watches=self._watches,
-            logs=parts.logs,
-            checkpoints=parts.checkpoints,
-            collector=parts.collector,
-            store=parts.store,
-            secrets=parts.secrets.read,
+            logs=dependencies.logs,
+            checkpoints=dependencies.checkpoints,
+            collector=dependencies.collector,
+            store=dependencies.store,
+            secrets=dependencies.secrets.read,
             spawn=self._spawn,
-            chance=self._tuning.chance,
+            rng=self._tuning.rng,
             pauses=self._tuning.pauses,
             clock=self._tuning.clock,
         )
@@ -194,16 +194,16 @@ class GlobalJobDispatcher:
 
     async def run(self) -> None:
         """Run until `stop`. Then other dispatchers may adopt its attempts at once."""
-        rhythm = self._tuning.rhythm
+        intervals = self._tuning.intervals
         async with asyncio.TaskGroup() as group:
             self._group = group
             loops = [
                 group.create_task(self._repeat(*arguments), name=arguments[0])
                 for arguments in (
-                    ("renewing", self.renew, rhythm.renew),
-                    ("adopting", self.adopt, rhythm.adopt),
-                    ("wishes", self.read_requests, rhythm.sweep),
-                    ("reconciling", self.reconcile, rhythm.reconcile),
+                    ("renewing", self.renew, intervals.renew),
+                    ("adopting", self.adopt, intervals.adopt),
+                    ("requests", self.read_requests, intervals.sweep),
+                    ("reconciling", self.reconcile, intervals.reconcile),
                     ("clearing", self._clear_periodically, 0.0),
                     ("claiming", self._claim_when_notified, 0.0),
                     ("guarding the lease", self._guard_lease, 0.0),
@@ -214,7 +214,7 @@ class GlobalJobDispatcher:
                 task.cancel()
             await self._drop_everything()
         try:
-            await self._gateway.commit("lease.let_go", lambda s: records.end_leases(s, self.owner))
+            await self._gateway.commit("lease.end", lambda s: records.end_leases(s, self.owner))
         except RunError as error:
             log.warning(
                 "other dispatchers get its attempts only when their leases run out: %s", error
@@ -235,16 +235,16 @@ class GlobalJobDispatcher:
                 await asyncio.sleep(max(interval, 0.1))
             except Exception:  # a bug in one part must not leave every running job without a driver
                 log.exception("%s crashed and is restarted", name)
-                await asyncio.sleep(self._tuning.rhythm.after_crash)
+                await asyncio.sleep(self._tuning.intervals.after_crash)
 
     async def renew(self) -> None:
         """Renew all leases, and drive every attempt that it owns."""
-        rhythm = self._tuning.rhythm
+        intervals = self._tuning.intervals
         asked_at = time.monotonic()
         owned = await self._gateway.commit(
-            "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
+            "lease.renew", lambda s: records.renew(s, self.owner, intervals.lease)
         )
-        self._leased_until = asked_at + rhythm.lease
+        self._leased_until = asked_at + intervals.lease
         for epoch in owned:
             self.drive(epoch)
 
@@ -259,7 +259,7 @@ class GlobalJobDispatcher:
     async def adopt(self) -> Sequence[int]:
         """Take over attempts whose leases were not renewed."""
         asked_at = time.monotonic()
-        lease = self._tuning.rhythm.lease
+        lease = self._tuning.intervals.lease
         adopted = await self._gateway.commit(
             "lease.adopt", lambda s: records.adopt(s, self.owner, lease)
         )
@@ -270,7 +270,7 @@ class GlobalJobDispatcher:
 
     async def _claim_when_notified(self) -> None:
         """Claim jobs at the start, at every ring, and whenever the sweep is due."""
-        await self._parts.bell.wait(self._tuning.rhythm.sweep)
+        await self._dependencies.bell.wait(self._tuning.intervals.sweep)
         if await self.knows_what_runs():
             await self.claim()
         else:
@@ -281,9 +281,9 @@ class GlobalJobDispatcher:
         fleet, all machines that answer are observed before any job starts."""
         if self.unobserved_machines != []:
             if self._started_at is None:
-                self._started_at = await self._gateway.look(seconds)
+                self._started_at = await self._gateway.read(database_time)
             started_at, lately = self._started_at, self._tuning.began is None
-            self.unobserved_machines = await self._gateway.look(
+            self.unobserved_machines = await self._gateway.read(
                 lambda s: records.unobserved_machines(s, started_at, lately=lately)
             )
         return not self.unobserved_machines
@@ -291,7 +291,7 @@ class GlobalJobDispatcher:
     async def claim(self) -> int:
         """Admit new rows, then claim until no more jobs fit; returns the number of attempts made."""
         await self._admit()
-        total, lease = 0, self._tuning.rhythm.lease
+        total, lease = 0, self._tuning.intervals.lease
         while True:
             requested_at = time.monotonic()
             result = await self._gateway.commit(
@@ -304,7 +304,7 @@ class GlobalJobDispatcher:
             total += len(result.claimed)
             has_woken, unplaced = False, result.unplaced
             if unplaced is not None:  # marked after claiming: starting jobs must not wait for it
-                explained = await self._gateway.look(partial(claim.explain, unplaced=unplaced))
+                explained = await self._gateway.read(partial(claim.explain, unplaced=unplaced))
                 marking = partial(
                     claim.mark, unplaced=unplaced, explained=explained, owner=self.owner
                 )
@@ -317,12 +317,13 @@ class GlobalJobDispatcher:
         admitted = ADMITTED_AT_ONCE
         while admitted >= ADMITTED_AT_ONCE:
             admitted = await self._gateway.commit(
-                "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._parts.secrets)
+                "job.admit",
+                lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._dependencies.secrets),
             )
 
     async def read_requests(self) -> None:
         """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted, answer again or have moved."""
-        requests, observations = await self._gateway.look(
+        requests, observations = await self._gateway.read(
             lambda s: (
                 records.pending_requests(s, self.owner),
                 records.boot_observations(s, self.owner),
@@ -338,7 +339,7 @@ class GlobalJobDispatcher:
                 vm_id, (machine, boot, is_answering)
             )
             if boot_before not in (None, boot) or (is_answering and not answered_before):
-                self._parts.doubt(vm_id)
+                self._dependencies.note_restart(vm_id)
                 self._watches.note_answer(vm_id)
         self._boot_observations = observations
 
@@ -410,7 +411,7 @@ class GlobalJobDispatcher:
                 await watch.run()
             except Exception:  # as for a drive
                 log.exception("watching %s failed", vm_id)
-                await asyncio.sleep(self._tuning.rhythm.after_crash)
+                await asyncio.sleep(self._tuning.intervals.after_crash)
             self._watches.note_end(vm_id, watch)
 
         task = self._group.create_task(watched(), name=f"watch {vm_id}")
@@ -429,18 +430,18 @@ class GlobalJobDispatcher:
                 del self._drives[epoch]
 
     def _runner_for(self, machine: Machine) -> Runner:
-        host = self._gateway.host(self._parts.host(machine))
+        host = self._gateway.host(self._dependencies.host(machine))
         return runner_of(machine, host)
 
     # Reconciling
 
     async def reconcile(self) -> None:
         """Check all machines for attempts that no dispatcher drives."""
-        machines, names = await self._gateway.look(
+        machines, names = await self._gateway.read(
             lambda s: (records.machines(s), records.names(s))
         )
-        if self._parts.keep_only is not None:
-            await self._parts.keep_only(names)
+        if self._dependencies.keep_only is not None:
+            await self._dependencies.keep_only(names)
         limit = asyncio.Semaphore(self._tuning.concurrency)
 
         async def one(machine: Machine) -> None:
@@ -467,7 +468,7 @@ class GlobalJobDispatcher:
         if not alive:
             return
         jobs = {state.job for state in alive}
-        known = await self._gateway.look(lambda s: records.known_jobs(s, machine.vm_id, jobs))
+        known = await self._gateway.read(lambda s: records.known_jobs(s, machine.vm_id, jobs))
         for state in alive:
             reading, survivors = Reading(state.state), state.survivors or 0
             match stray(state.epoch, reading, known.get(state.job), survivors):
@@ -493,22 +494,24 @@ class GlobalJobDispatcher:
 
     async def _clear_periodically(self) -> None:
         """Clear after a random delay: dispatchers that started together then do not clear together."""
-        await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
+        await asyncio.sleep(self._tuning.rng.uniform(0.5, 1.0) * self._tuning.intervals.clear)
         await self.clear()
 
     async def clear(self) -> None:
         """Remove files that are no longer needed, from machines and from this machine."""
         await self._clearing.clear_all(self._runner_for)
-        parts = self._parts
+        dependencies = self._dependencies
         await self._gateway.write(
             "store.clear",
-            lambda: clear_away(parts.database, parts.store, parts.folders, after=EVERY),
+            lambda: clear_away(
+                dependencies.database, dependencies.store, dependencies.folders, after=EVERY
+            ),
         )
 
     async def _return_to_use(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. It is used again only once none of its given-up attempts runs or can start there."""
         vm_id = machine.vm_id
-        members = await self._gateway.look(lambda s: records.unreleased_members(s, vm_id))
+        members = await self._gateway.read(lambda s: records.unreleased_members(s, vm_id))
         for member in members:
             job, epoch, rank = member.job_id, member.epoch, member.rank
             state = await runner.void(job, epoch)

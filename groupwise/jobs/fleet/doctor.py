@@ -41,15 +41,15 @@ from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.observation import probe_problem
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, scheduler_of
 from groupwise.jobs.fleet.notify.nats import access_from, credentials
+from groupwise.jobs.fleet.operations import keys, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.processes import NATS, is_gone
 from groupwise.jobs.fleet.queue.elastic import Elastic
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.store import schema
-from groupwise.jobs.fleet.store.database import Database, connect, seconds
+from groupwise.jobs.fleet.store.database import Database, connect, database_time
 from groupwise.jobs.fleet.store.tables import GPU
-from groupwise.jobs.fleet.verbs import keys, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
@@ -159,9 +159,9 @@ def _check_database(database: Database, add: OnFinding) -> bool:
         )
         return False
     started_at = time.monotonic()
-    database_time = database.read(seconds)
+    now = database.read(database_time)
     took = time.monotonic() - started_at
-    offset = database_time - time.time()
+    offset = now - time.time()
     add(Finding("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
     add(
         Finding(

@@ -18,13 +18,13 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import RunError
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line, shorten
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.states import Contact
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Event, Job
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 LOOK_SECONDS = 1.0
 READ = 200

@@ -181,9 +181,9 @@ class LocalFleet(FleetClient):
         return client
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
-        """Add a machine: the fields of `verbs.machines.NewMachine`, including `transport` and `seen_host_key`."""
-        from groupwise.jobs.fleet.verbs import machines
-        from groupwise.jobs.fleet.verbs.actor import Actor
+        """Add a machine: the fields of `operations.machines.NewMachine`, including `transport` and `seen_host_key`."""
+        from groupwise.jobs.fleet.operations import machines
+        from groupwise.jobs.fleet.operations.actor import Actor
 
         new_machine = machines.NewMachine(**machine)
         return self.database.run(

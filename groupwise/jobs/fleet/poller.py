@@ -36,7 +36,7 @@ from groupwise.jobs.fleet.machines.reaching import (
     scheduler_of,
     shown_key,
 )
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.hosts.keys import HostKey, parse_host_key
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import SshTimeouts
@@ -101,7 +101,7 @@ class Poller:
         trust_on_first_use: bool = False,
         reach: Callable[[Machine], Host] | None = None,
         read_key: Callable[[Machine], Awaitable[HostKey]] = shown_key,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self._database = database
         self._pace = pace or Pace()
@@ -109,7 +109,7 @@ class Poller:
         timeouts = SshTimeouts(connect=self._pace.connect)
         self._reach = reach or partial(host_of, timeouts=timeouts)
         self._read_key = read_key
-        self._chance = chance or random.Random()
+        self._rng = rng or random.Random()
         self._slots = {
             True: asyncio.Semaphore(self._pace.at_once),
             False: asyncio.Semaphore(self._pace.unsure_at_once),
@@ -159,7 +159,11 @@ class Poller:
             try:
                 read_started = time.monotonic()
                 now, machines, barred_ids = await self._database.read_in_thread(
-                    lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
+                    lambda s: (
+                        database_time(s),
+                        records.machines(s),
+                        observation.barred_machines(s),
+                    )
                 )
                 self._clock_offset = now - (read_started + time.monotonic()) / 2
                 await self._take_list(machines, is_first)
@@ -184,7 +188,7 @@ class Poller:
             watched = self._watched.get(vm_id)
             if watched is None:
                 self._watched[vm_id] = watched = _PolledMachine(machine, 0.0)
-                self._due_in(watched, self._chance.uniform(0.0, spread))
+                self._due_in(watched, self._rng.uniform(0.0, spread))
             elif watched.machine != machine:
                 is_same_route = same_route(watched.machine, machine)
                 watched.machine = machine
@@ -240,7 +244,7 @@ class Poller:
                     self._warn_once(away)
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
-            pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
+            pause = self._pace.after(watched.misses) * self._rng.uniform(0.9, 1.1)
             self._due_in(watched, max(started_at + pause - time.monotonic(), self._pace.least))
 
     def _warn_once(self, error: RunError) -> None:

@@ -38,7 +38,7 @@ from groupwise.jobs.fleet.queue.failures import BACKOFF_CAP, JobFacts, after_end
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import Database, clock, seconds
+from groupwise.jobs.fleet.store.database import Database, clock, database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member, Reservation
 from groupwise.jobs.hosts.failures import FailureClass
 
@@ -63,24 +63,24 @@ class RequeueManager:
         database: Database,
         *,
         interval: float = INTERVAL,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
         secrets: AllowedSecrets = DEFAULT_SECRETS,
     ) -> None:
         self._database = database
         self._secrets = secrets
         self._interval = interval
-        self._chance = chance or random.Random()
+        self._rng = rng or random.Random()
 
     async def run(self) -> None:
         """Sweep until cancelled."""
         while True:
             await self.sweep()
-            await asyncio.sleep(self._interval * self._chance.uniform(0.9, 1.1))
+            await asyncio.sleep(self._interval * self._rng.uniform(0.9, 1.1))
 
     async def sweep(self) -> dict[str, int]:
         """Repair inconsistent rows; returns how many of each kind. A repair that fails does not prevent the others."""
         repairs: dict[str, Callable[[Session], int]] = {
-            "running without a live attempt": lambda s: move_strays(s, self._chance),
+            "running without a live attempt": lambda s: move_strays(s, self._rng),
             "reserved for what is over": close_leaked,
             "never admitted": lambda s: min(
                 admission.admit_new(s, AT_ONCE, self._secrets), AT_ONCE - 1
@@ -109,7 +109,7 @@ class RequeueManager:
 # --- running without a live attempt ---------------------------------------------------------------
 
 
-def move_strays(session: Session, chance: random.Random) -> int:
+def move_strays(session: Session, rng: random.Random) -> int:
     """Give jobs that are running without a live attempt their next status; returns how many."""
     has_live_attempt = exists().where(
         Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED
@@ -132,14 +132,14 @@ def move_strays(session: Session, chance: random.Random) -> int:
     )
     strays = [job for job in jobs if job.job_id not in busy_ids]
     for job in strays:
-        _set_next_status(session, job, chance)
+        _set_next_status(session, job, rng)
     session.flush()
     if any(job.status in FINAL for job in strays):
         requeue_pending.wake(session, actor=ACTOR)  # others may wait for them
     return len(strays)
 
 
-def _set_next_status(session: Session, job: Job, chance: random.Random) -> None:
+def _set_next_status(session: Session, job: Job, rng: random.Random) -> None:
     """Set the job's next status as the end of its newest attempt would have, or as if a void attempt had ended."""
     attempt = session.scalars(
         select(Attempt)
@@ -150,14 +150,14 @@ def _set_next_status(session: Session, job: Job, chance: random.Random) -> None:
     if attempt is None or attempt.outcome is None:
         facts = JobFacts(job.cancel_requested_at is not None, job.spent)
         reason = "it was running without an attempt"
-        verdict = after_end(facts, Outcome.VOID, None, reason, chance)
+        verdict = after_end(facts, Outcome.VOID, None, reason, rng)
     else:
         because = str(attempt.evidence.get("because") or "its attempt has ended")
         failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
         outcome, evidence = Outcome(attempt.outcome), attempt.evidence
         move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
-        verdict = verdict_on(session, job, attempt, move, chance)
-    now = seconds(session)
+        verdict = verdict_on(session, job, attempt, move, rng)
+    now = database_time(session)
     status_before, job.status = job.status, verdict.status
     job.spent = dict(verdict.spent)
     if verdict.status is JobStatus.QUEUED:
@@ -241,7 +241,7 @@ def hold_back(session: Session) -> int:
 
 def shorten_pauses(session: Session) -> int:
     """Shorten pauses that were set before the database's clock was set back; returns how many, until none is left."""
-    now = seconds(session)
+    now = database_time(session)
     late_jobs = select(Job.job_id).where(
         Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)),
         Job.not_before > now + LONGEST_PAUSE,
@@ -273,7 +273,7 @@ def report_overdue(session: Session) -> int:
         )
         .order_by(Attempt.epoch, Member.rank)
     ).all()
-    now = seconds(session)
+    now = database_time(session)
     overdue = {
         row.epoch: row
         for row in reversed(rows)

@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.notify.nats import NatsAway, NatsLink, NatsRefused
 from groupwise.jobs.fleet.processes import NATS_CURSOR
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Event, Job
 
@@ -371,7 +371,7 @@ def begin(session: Session, name: str, announces_history: bool) -> tuple[int, in
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
     first_skipped = (
-        0 if announces_history else events.newest(session, seconds(session) - HISTORY_SECONDS)
+        0 if announces_history else events.newest(session, database_time(session) - HISTORY_SECONDS)
     )
     keep_position(session, name, first_skipped)
     return position_of(session, name), first_skipped

@@ -49,7 +49,13 @@ from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.disk_full import explain_disk_errors
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning, new_owner
+from groupwise.jobs.fleet.dispatcher import (
+    DispatcherDependencies,
+    GlobalJobDispatcher,
+    Intervals,
+    Tuning,
+    new_owner,
+)
 from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
@@ -60,17 +66,23 @@ from groupwise.jobs.fleet.machines.clearing import Keeping
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.processes import API, ROLES
 from groupwise.jobs.fleet.requeue import RequeueManager
 from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
+from groupwise.jobs.fleet.store.database import (
+    Database,
+    check_schema,
+    connect,
+    database_time,
+    migrate,
+)
 from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.webhooks import WebhookOutlet
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import Host
@@ -246,7 +258,7 @@ class Hosts:
         self._connections[machine.vm_id] = machine, host
         return host
 
-    def doubt(self, vm_id: str) -> None:
+    def note_restart(self, vm_id: str) -> None:
         """Mark connections kept open to this machine as possibly dead."""
         connection = self._connections.get(vm_id)
         if connection is not None and isinstance(connection[1], SshHost):
@@ -410,7 +422,7 @@ class _ControlPlane:
 
     async def _play_dispatcher(self, role: _Role) -> None:
         settings = self._settings
-        rhythm = Intervals(
+        intervals = Intervals(
             lease=settings.lease_seconds,
             renew=settings.lease_seconds / 3,
             adopt=min(settings.lease_seconds / 3, settings.sweep_seconds),
@@ -423,12 +435,12 @@ class _ControlPlane:
             await self._database.in_thread(records.end_leases)
         started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
-            now = await self._database.read_in_thread(seconds)
+            now = await self._database.read_in_thread(database_time)
             started_at = now - (time.monotonic() - self._started_at)
         dispatcher = GlobalJobDispatcher(
-            self._dispatcher_parts(gateway),
+            self._dispatcher_dependencies(gateway),
             Tuning(
-                rhythm=rhythm,
+                intervals=intervals,
                 concurrency=settings.concurrency,
                 keeping=Keeping(
                     3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
@@ -446,13 +458,13 @@ class _ControlPlane:
         dispatcher.stop()
         await dispatch_task
 
-    def _dispatcher_parts(self, gateway: Gateway) -> Parts:
+    def _dispatcher_dependencies(self, gateway: Gateway) -> DispatcherDependencies:
         place = self._place
         store = BlobStore(place.blobs)
-        return Parts(
+        return DispatcherDependencies(
             database=self._database,
             host=self._hosts,
-            doubt=self._hosts.doubt,
+            note_restart=self._hosts.note_restart,
             keep_only=self._hosts.keep_only,
             bell=self._bell,
             logs=LogMirror(place.logs, gateway),
@@ -506,7 +518,7 @@ class _ControlPlane:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _write_heartbeat(self, session: Session) -> None:
-        now = seconds(session)
+        now = database_time(session)
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
             if row is None:

@@ -21,7 +21,7 @@ from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.hosts.local import PASSED_VARIABLES
 from groupwise.jobs.hosts.spec import one_word_problem
 
-VERBS = ("rl", "sft", "eval", "generate")
+COMMANDS = ("rl", "sft", "eval", "generate")
 """Subcommands of groupwise that may be launched."""
 MOST_CHECKPOINTS = 20
 """How many checkpoints a disk has room for if the config keeps all of them."""
@@ -49,10 +49,10 @@ def check_verb(words: Sequence[str]) -> None:
     """Raise UsageError if the words are not a groupwise command that may be launched."""
     if (problem := one_word_problem(words)) is not None:
         raise UsageError(f"{problem}.")
-    if not words or words[0] not in VERBS:
+    if not words or words[0] not in COMMANDS:
         given = f"`{words[0]}` is not one" if words else "nothing follows it"
         raise UsageError(
-            f"`--` is followed by a command of groupwise ({', '.join(VERBS)}), but {given}. To launch any other program, give a Python "
+            f"`--` is followed by a command of groupwise ({', '.join(COMMANDS)}), but {given}. To launch any other program, give a Python "
             "file of the project: --script PATH."
         )
     for word in NOT_FOR_JOBS:
@@ -65,9 +65,11 @@ def check_verb(words: Sequence[str]) -> None:
 NOT_FOR_JOBS = ("--help", "--dry-run")
 
 
-def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
+def try_command(
+    words: Sequence[str], project: Path, environment: Mapping[str, str]
+) -> DryRunReport:
     """Run the command with --dry-run. Raises UsageError with the command's own message if it would fail."""
-    verb, *arguments = words
+    command, *arguments = words
     for path in map(Path, _option_values(arguments)):
         if path.is_absolute() and path.is_relative_to(project) and path.exists():
             raise UsageError(
@@ -75,12 +77,12 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
                 f"{path.relative_to(project)}."
             )
     # Equivalent to the program `groupwise`: the project is not on the import path (-P).
-    command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *arguments]
+    dry_run = [sys.executable, "-P", "-m", "groupwise", command, "--dry-run", *arguments]
     # Leave out variables that are set only in this terminal, because the job does not have them either.
     login = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     try:
         result = subprocess.run(
-            command,
+            dry_run,
             cwd=project,
             env={**login, **environment},
             stdin=subprocess.DEVNULL,
@@ -101,7 +103,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
             "has. It said:"
             f"\n{message}"
         )
-    return _read_description(verb, arguments, result.stdout, project)
+    return _read_description(command, arguments, result.stdout, project)
 
 
 def first_rank_variables(machines: int, processes: int) -> dict[str, str]:
@@ -124,7 +126,7 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _read_description(
-    verb: str, arguments: Sequence[str], output: bytes, project: Path
+    command: str, arguments: Sequence[str], output: bytes, project: Path
 ) -> DryRunReport:
     """Parse the description that the command printed as JSON; a task may have printed other text before it."""
     text = output.decode(errors="replace")
@@ -139,7 +141,7 @@ def _read_description(
             f"\n{text[-500:]}"
         )
     plan: dict[str, Any] = document.get("plan") or {}
-    if verb in ("rl", "sft"):
+    if command in ("rl", "sft"):
         steps = f", {counted(plan['steps'], 'step')}" if plan.get("steps") is not None else ""
         config = document["config"]
         return DryRunReport(
@@ -148,7 +150,7 @@ def _read_description(
             _local_paths(project, arguments, config),
             _model_gb(plan, config),
         )
-    if verb == "eval" and plan:
+    if command == "eval" and plan:
         summary = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
         needs = (*plan["folders"], *_local_paths(project, arguments, document["config"]))
         root, results = project.resolve(), list[str]()
@@ -157,7 +159,7 @@ def _read_description(
             inside = target.is_relative_to(root)
             results.append(target.relative_to(root).as_posix() if inside else folder)
         return DryRunReport(tuple(results), f"{plan['task']}, {summary}", needs)
-    return DryRunReport(_output_paths(arguments), f"`groupwise {verb}` says what it would ask")
+    return DryRunReport(_output_paths(arguments), f"`groupwise {command}` says what it would ask")
 
 
 def _model_gb(plan: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

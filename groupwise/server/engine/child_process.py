@@ -28,7 +28,7 @@ from groupwise.core.plugins import load
 from groupwise.core.processes.family import MARK, tie_to_parent
 from groupwise.engine.distributed.rank import send_log
 from groupwise.server.engine.messages import (
-    CANCELLED_VERBS,
+    CANCELLED_METHODS,
     MAKING,
     Answered,
     Beat,
@@ -117,14 +117,14 @@ class _EngineServer:
         except BaseException as error:  # raised in the caller, in the HTTP process
             # Callers receive only the error's message, so log the traceback of unexpected errors.
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
-                logger.error("`%s` failed in the engine", call.verb, exc_info=error)
+                logger.error("`%s` failed in the engine", call.method, exc_info=error)
             answer = Failed(call.id, pack_error(error))
         self._send_message(answer)
 
     async def _execute(self, call: Call) -> Any:
         arguments = unpack(call.body)
-        work = attrgetter(call.verb)(self._engine)(*arguments)
-        if call.verb not in CANCELLED_VERBS:
+        work = attrgetter(call.method)(self._engine)(*arguments)
+        if call.method not in CANCELLED_METHODS:
             return await work
         limit = asyncio.timeout_at(call.deadline)  # asyncio's event loops use time.monotonic
         try:
@@ -134,7 +134,7 @@ class _EngineServer:
             if not limit.expired():
                 raise
             raise CallTimedOutError(
-                f"`{call.verb}` was not done by its deadline and has been given up; the engine is well. Ask for less, or again."
+                f"`{call.method}` was not done by its deadline and has been given up; the engine is well. Ask for less, or again."
             ) from None
 
     def _send_message(self, message: Beat | Answered | Failed) -> None:

@@ -49,7 +49,7 @@ from groupwise.server.engine.engine_protocol import (
     StepDone,
 )
 from groupwise.server.engine.messages import (
-    CANCELLED_VERBS,
+    CANCELLED_METHODS,
     MAKING,
     Answered,
     Beat,
@@ -82,9 +82,7 @@ LIMITS: Mapping[str, float] = {
     "close_run": 1800.0,  # the same, and final weights
     "close": 10.0,  # anything not released by then is killed
 }
-"""Time limit of a call in seconds, by verb. The limits are generous: they end calls that would otherwise never end. Other verbs have the
-limit of `step`.
-"""
+"""Time limit of a call in seconds, by method; others have that of `step`. They are generous: they end calls that would never end."""
 GRACE = 30.0
 """Seconds that an unanswered call may stay open, while the loop still beats, after its deadline. After that the call counts as hung and the
 engine is killed.
@@ -122,7 +120,7 @@ def log_here(record: logging.LogRecord) -> None:
 class _PendingCall:
     """A call that the engine has not answered, even if its caller no longer waits."""
 
-    verb: str
+    method: str
     deadline: float
     limit: float
     answer: Future[bytes] = field(default_factory=Future[bytes])
@@ -151,7 +149,7 @@ class EngineProcess:
         """`factory` (`package.module:function`) creates the engine in its process; `environment` is added to the environment of this
         process.
 
-        All times are in seconds: `silence_limit` without a beat; `limits` by verb, overriding `LIMITS`; `grace` after those limits;
+        All times are in seconds: `silence_limit` without a beat; `limits` by method, overriding `LIMITS`; `grace` after those limits;
         `start_limit` until the engine is ready. `log` receives the engine's log records; it is called in a thread.
         """
         self._factory = factory
@@ -284,15 +282,15 @@ class EngineProcess:
             self._closing = asyncio.create_task(end())
         await asyncio.shield(self._closing)  # a cancelled caller does not stop the end
 
-    async def call(self, verb: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine by name, for engines with more methods than `Engine`.
 
-        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise the call continues.
+        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_METHODS`); otherwise the call continues.
         """
-        limit = self._limits.get(verb, self._limits["step"])
-        pending = _PendingCall(verb, time.monotonic() + limit, limit)
+        limit = self._limits.get(method, self._limits["step"])
+        pending = _PendingCall(method, time.monotonic() + limit, limit)
         number = next(self._numbers)
-        call = Call(number, verb, pending.deadline, pack(arguments))
+        call = Call(number, method, pending.deadline, pack(arguments))
         with self._lock:
             if self._reason is not None:
                 raise EngineLost(self._reason)
@@ -303,7 +301,7 @@ class EngineProcess:
         try:
             return unpack(await asyncio.wrap_future(pending.answer))
         except asyncio.CancelledError:
-            if verb in CANCELLED_VERBS:
+            if method in CANCELLED_METHODS:
                 self._outbox.put(Cancel(number))
             raise
 
@@ -439,15 +437,15 @@ class EngineProcess:
                 return None
             return f"The engine was killed: it was not ready after {self._start_limit:g} s."
         if silent > self._silence_limit:
-            verbs = Counter(pending.verb for pending in self._pending_calls())
-            doing = ", ".join(f"{count} × {verb}" for verb, count in sorted(verbs.items()))
+            methods = Counter(pending.method for pending in self._pending_calls())
+            doing = ", ".join(f"{count} × {method}" for method, count in sorted(methods.items()))
             return (
                 f"The engine was killed: nothing was heard of its event loop for {self._silence_limit:g} s, "
                 f"with {doing or 'no call'} under way."
             )
         for pending in self._pending_calls():
             if pending.overdue_since is not None and now - pending.overdue_since > self._grace:
-                return f"The engine was killed: `{pending.verb}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
+                return f"The engine was killed: `{pending.method}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
         return None
 
     def _reap(self, process: Popen[bytes]) -> str:

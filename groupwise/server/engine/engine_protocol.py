@@ -179,7 +179,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class OpenModels:
-    """A base model over which clients train adapters by verbs (`groupwise.server.tinker`), alongside a run or without one."""
+    """A base model over which clients train adapters through the Tinker API (`groupwise.server.tinker`), alongside a run or without one."""
 
     base: str
     """Model to load, as in `model.name` of a config."""
@@ -232,7 +232,7 @@ class CallableEngine(Protocol):
         """How the engine ended; None: it has not."""
         ...
 
-    async def call(self, verb: str, *arguments: Any) -> Any: ...
+    async def call(self, method: str, *arguments: Any) -> Any: ...
 
 
 class Engine(Protocol):

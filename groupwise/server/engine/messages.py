@@ -20,7 +20,7 @@ from groupwise.engine.distributed.messages import LogRecordMessage, MessageChann
 from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
 __all__ = [
-    "CANCELLED_VERBS",
+    "CANCELLED_METHODS",
     "MAKING",
     "Answered",
     "Beat",
@@ -39,7 +39,7 @@ __all__ = [
 MAKING = 0
 """Used as the call's id if the engine could not be created."""
 
-CANCELLED_VERBS = frozenset(
+CANCELLED_METHODS = frozenset(
     {
         "sample",
         "models.sample",
@@ -68,7 +68,7 @@ class Call:
     """A request to run one method of the engine."""
 
     id: int
-    verb: str
+    method: str
     """The name of a method of the engine, or of one of its parts (`models.sample`)."""
     deadline: float
     """A time of `time.monotonic` in seconds; that clock is the same for all processes of a machine."""

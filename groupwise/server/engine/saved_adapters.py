@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored, StoredKind
+from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, StoredKind
 
 DESCRIPTION = "saved.json"
 NOTE = "checkpoint.json"

@@ -1,4 +1,4 @@
-"""Adapters that clients train by verbs, in the engine's process: over the base of the open run, or over a base loaded for them.
+"""Adapters that clients train through the Tinker API, in the engine's process: over the base of the open run, or one of their own.
 
 Each model has a learner, and saves its weights as folders. Samples are drawn by a few samplers separate from the models. Each serves one
 set of saved weights at a time; weights no longer in use are replaced. The sampled weights therefore never change while their model
@@ -37,13 +37,13 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import resolve
 from groupwise.server.engine.engine_protocol import OpenModels
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
-from groupwise.server.engine.verb_protocol import (
+from groupwise.server.engine.tinker_protocol import (
     Base,
     Computed,
     ModelSpec,
+    SampleRequest,
+    SampleResult,
     Stored,
-    VerbSample,
-    VerbSampled,
 )
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
@@ -193,14 +193,14 @@ class EngineModels:
             await self._base_state.models.drop(model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """See `VerbEngine.forward`."""
+        """See `TinkerEngine.forward`."""
         parts = self._find_model(model).parts
         self._check_rows(rows)
         sums, logprobs = await parts.model.call("learner.measure", [*rows], loss)
         return Computed(tuple(logprobs), sums)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """See `VerbEngine.forward_backward`."""
+        """See `TinkerEngine.forward_backward`."""
         parts = self._find_model(model).parts
         self._check_rows(rows)
         sums, logprobs = await parts.model.call(
@@ -211,13 +211,13 @@ class EngineModels:
     async def optim_step(
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
-        """See `VerbEngine.optim_step`."""
+        """See `TinkerEngine.optim_step`."""
         result = await self._find_model(model).parts.learner.update(params)
         await self._keep_state(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
-        """See `VerbEngine.save_state`."""
+        """See `TinkerEngine.save_state`."""
         learner = self._find_model(model).parts.learner
         stored = Stored(model, "weights", name)
         if not overwrite:
@@ -225,7 +225,7 @@ class EngineModels:
         await self._write_saved(stored, call, lambda folder: learner.save(str(folder)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
-        """See `VerbEngine.save_for_sampler`."""
+        """See `TinkerEngine.save_for_sampler`."""
         handle = self._find_model(model).parts.model
         stored = Stored(model, "sampler_weights", name)
         self._base_state.folders.check_free(stored, call)
@@ -234,7 +234,7 @@ class EngineModels:
     async def load_state(
         self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
     ) -> None:
-        """See `VerbEngine.load_state`."""
+        """See `TinkerEngine.load_state`."""
         model_state = self._find_model(model)
         saved = self._base_state.folders.read(stored)
         if stored.kind != "weights":
@@ -311,8 +311,8 @@ class EngineModels:
 
     # --- sampling --------------------------------------------------------------------------------
 
-    async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
-        """Complete a prompt with saved weights, or with the base if `stored` is None. See `VerbEngine.sample`."""
+    async def sample(self, stored: Stored | None, order: SampleRequest) -> SampleResult:
+        """Complete a prompt with saved weights, or with the base if `stored` is None. See `TinkerEngine.sample`."""
         current = self._base_state
         length = len(order.prompt_ids) + order.params.max_tokens
         if length > current.base.longest:
@@ -340,13 +340,13 @@ class EngineModels:
         self,
         sampler: _Sampler,
         stored: Stored | None,
-        order: VerbSample,
+        order: SampleRequest,
         completions: tuple[Completion, ...],
-    ) -> VerbSampled:
+    ) -> SampleResult:
         """The completions with the numbers that the order wants of prompt and completions, by the sampler's learner."""
         top = order.prompt_top or order.completion_top
         if not (order.prompt_logprobs or order.prompt_targets or top):
-            return VerbSampled(completions)
+            return SampleResult(completions)
         if stored is not None and not sampler.learner_reads:
             folder = self._base_state.folders.path_of(stored)
             sampler.parts.model.call_now("learner.load_weights", str(folder))
@@ -380,7 +380,7 @@ class EngineModels:
             (values,) = await parts.learner.logprobs([row])
             pairs = zip(order.prompt_targets, values, strict=True)
             target_logprobs = tuple(0.0 if token < 0 else logprob for token, logprob in pairs)
-        return VerbSampled(
+        return SampleResult(
             completions, prompt_logprobs, prompt_top, completion_tops, target_logprobs
         )
 

@@ -1,4 +1,5 @@
-"""Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
+"""Sessions, models, samplers and calls of clients that train through the Tinker API, with each call's outcome; see
+`groupwise.server.tinker`.
 
 A call is stored before it is acknowledged, and its result before the client gets it. A client's loop therefore survives the end of any
 process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`calls_to_repeat`); a new

@@ -134,7 +134,7 @@ CREATE TRIGGER member_rewards_stand BEFORE UPDATE ON member_rewards
 BEGIN SELECT RAISE(ABORT, 'accepted rewards stand'); END;
 
 -- migration 3
-CREATE TABLE verb_sessions (                   -- of clients that train by verbs
+CREATE TABLE verb_sessions (                   -- of clients that train through the Tinker API
     position INTEGER PRIMARY KEY,
     id       TEXT NOT NULL UNIQUE,
     name     TEXT                              -- the Idempotency-Key that it was asked for with

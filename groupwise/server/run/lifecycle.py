@@ -46,7 +46,7 @@ STARTING = ".starting-"
 
 
 class MachineUser(Protocol):
-    """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
+    """Another user of the machine: models that clients train through the Tinker API, or parts for a training loop in another process."""
 
     async def release_machine(self) -> None:
         """Release the machine for something else. Refuses with `run_active` if this is in use."""

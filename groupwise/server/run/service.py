@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.activity import ActivityAnswer, LoopElsewhere, Session
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.training import ByVerbs, StartAnswer, StartRequest, StatusAnswer
+from groupwise.api.schemas.training import StartAnswer, StartRequest, StatusAnswer, TinkerStatus
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import events
@@ -83,11 +83,11 @@ class Service:
         self.machine_lock = self._lifecycle.machine_lock
         """Held while a run, or an engine for something else, is started or ended."""
         self.machine_users: dict[str, MachineUser] = {}
-        """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
-        self.by_verbs: Callable[[], ByVerbs] = ByVerbs
-        """Returns the status of the models trained by verbs; by default there are none."""
+        """Other users of the machine, by name: the Tinker API, and the parts of a training loop in another process."""
+        self.tinker_status: Callable[[], TinkerStatus] = TinkerStatus
+        """Returns the status of the models trained through the Tinker API; by default there are none."""
         self.sessions: Callable[[], list[Session]] = list
-        """Lists the sessions of the clients that train by verbs, for /activity."""
+        """Lists the sessions of the clients that train through the Tinker API, for /activity."""
         self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
         """Describes the client whose training loop uses this server's sampler and learner; None if there is none."""
 
@@ -128,7 +128,7 @@ class Service:
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
         loop = self.loop_elsewhere()
-        others = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
+        others = {"tinker": self.tinker_status(), "loop_elsewhere": loop and loop.owner}
         return (await self._queries.status()).model_copy(update=others)
 
     async def activity(self) -> ActivityAnswer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.core.waiting import cancel_and_wait
 from groupwise.server.engine.saved_adapters import CheckpointNote, SavedFolders
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored
+from groupwise.server.engine.tinker_protocol import ModelSpec, Stored
 from groupwise.server.tinker.sessions import NotFound, path_of
 
 SWEEP_INTERVAL = 60.0

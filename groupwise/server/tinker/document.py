@@ -11,15 +11,15 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from groupwise.api.schemas.keys import Role
 from groupwise.server.tinker import responses
 from groupwise.server.tinker.refusals import CODES
-from groupwise.server.tinker.routes import PREFIX, ROUTES, VerbRoute
+from groupwise.server.tinker.routes import PREFIX, ROUTES, TinkerRoute
 
-TAG = "verbs"
+TAG = "tinker"
 DESCRIPTION = (
     "The protocol of the `tinker` client: single calls of models that a client trains. Calls that take time are answered with an id, by "
     "which `retrieve_future` has what they came to. Whatever else the client knows below this address is refused as `unsupported` (400), "
     "and the rest as `not_there` (404)."
 )
-NAMES = "#/components/schemas/Verbs.{model}"
+NAMES = "#/components/schemas/Tinker.{model}"
 _JSON = "application/json"
 _PROTOBUF = "application/x-protobuf"
 _BYTES = {"type": "string", "format": "binary"}
@@ -30,7 +30,7 @@ def document() -> dict[str, Any]:
     healthz = {
         "tags": [TAG],
         "summary": "healthz",
-        "operationId": "verbs_healthz",
+        "operationId": "tinker_healthz",
         "x-role": None,
         "security": [],
         "responses": {"200": _json_content(responses.HealthResponse)},
@@ -45,7 +45,7 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(route: VerbRoute) -> dict[str, Any]:
+def _operation(route: TinkerRoute) -> dict[str, Any]:
     role = Role.READ if route.method == "GET" else Role.TRAIN
     if route.answer is not None:
         success = _json_content(route.answer)
@@ -64,7 +64,7 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
         "tags": [TAG],
         "summary": route.path.removeprefix("/"),
         "description": inspect.getdoc(route.handler),
-        "operationId": f"verbs_{route.handler.__name__}",
+        "operationId": f"tinker_{route.handler.__name__}",
         "x-role": role.word,
         "parameters": _parameters(route),
         "responses": {"200": success, **_refusals(route.all_codes)},
@@ -84,7 +84,7 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
     return {route.method.lower(): operation}
 
 
-def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
+def _parameters(route: TinkerRoute) -> list[dict[str, Any]]:
     """Path and query parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [
@@ -144,7 +144,7 @@ def _schema_ref(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Schemas of all bodies and answers, prefixed with `Verbs.` in the document."""
+    """Schemas of all bodies and answers, prefixed with `Tinker.` in the document."""
     bodies = [route.reads for route in ROUTES if route.reads is not None]
     response_models = [route.answer for route in ROUTES if route.answer is not None]
     all_models: list[type[BaseModel]] = [
@@ -160,4 +160,4 @@ def _schemas() -> dict[str, Any]:
     _, generated = models_json_schema(models, ref_template=NAMES)
     result = TypeAdapter[Any](responses.Result).json_schema(ref_template=NAMES)
     schemas = {**generated["$defs"], **result.pop("$defs"), "Result": result}
-    return {f"Verbs.{name}": schema for name, schema in schemas.items()}
+    return {f"Tinker.{name}": schema for name, schema in schemas.items()}

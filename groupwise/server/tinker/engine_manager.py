@@ -1,7 +1,7 @@
-"""The verbs' side of the engine: finds an engine with the base, recreates the models there, and does so again whenever an engine is lost.
+"""The Tinker API's side of the engine: finds an engine with the base, recreates the models there, and does so again when it is lost.
 
     a run is active     its engine: the models are trained alongside it, over the same base
-    else                an engine of the verbs' own, started when it is first needed
+    else                an engine of its own, started when it is first needed
 
 Engines come and go: runs start and end, processes are killed. A model is recreated in an engine from its last kept state and the calls that
 followed it, which are in the ledger; then the interrupted call is done there. The client notices only the delay. A call that ends one
@@ -26,14 +26,14 @@ from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
 from groupwise.engine.models.bundled import ALIASES, BUNDLED, cached_folder
 from groupwise.server.engine.engine_protocol import CallableEngine, EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
-from groupwise.server.engine.verb_protocol import (
+from groupwise.server.engine.tinker_protocol import (
     Base,
     Computed,
     ModelSpec,
     NoRoom,
+    SampleRequest,
+    SampleResult,
     Stored,
-    VerbSample,
-    VerbSampled,
 )
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
@@ -46,8 +46,8 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
 logger = logging.getLogger(__name__)
 
-NAME = "verbs"
-"""Name under which the verbs ask for the machine; see `Service.machine_users`."""
+NAME = "tinker"
+"""Name under which the Tinker API asks for the machine; see `Service.machine_users`."""
 HUB_IDS: Mapping[str, str] = {model.hub_id: alias for alias, model in BUNDLED.items()}
 """The aliases of bundled models by the names under which clients know their tokenizers and chat templates."""
 LOSSES = 3
@@ -65,12 +65,12 @@ class _LoadedEngine:
     model_source: str
     """The base's name or folder, as the engine loads it."""
     run: Conductor | None
-    """The run that owns the engine; None if it is the verbs' own."""
+    """The run in the engine; None if there is none."""
     created_models: set[str] = field(default_factory=set[str])
     """Models that exist in this engine."""
 
-    async def call(self, verb: str, *arguments: Any) -> Any:
-        return await self.engine.call(f"models.{verb}", *arguments)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await self.engine.call(f"models.{method}", *arguments)
 
 
 @dataclass(eq=False, slots=True)
@@ -81,8 +81,8 @@ class _Model:
     recreation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class VerbEngineHost:
-    """A `groupwise.server.engine.verb_protocol.VerbEngine` that uses the active run's engine, or one of its own."""
+class TinkerEngineManager:
+    """A `groupwise.server.engine.tinker_protocol.TinkerEngine` that uses the active run's engine, or one of its own."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class VerbEngineHost:
         most: int,
         longest: int,
     ) -> None:
-        """`supervisor` starts the verbs' own engine. `most`: maximum number of models at once, including a run; `longest`: see
+        """`supervisor` starts an engine without a run. `most`: maximum number of models at once, including a run; `longest`: see
         `OpenModels`.
         """
         self._runs = runs
@@ -124,7 +124,7 @@ class VerbEngineHost:
             owners = "; ".join(sessions.values()) or ", ".join(self._models)
             raise Refusal(
                 "run_active",
-                f"Clients that train by verbs have models in memory ({owners}). A run begins in an engine of its "
+                f"Clients that train through the Tinker API have models in memory ({owners}). A run begins in an engine of its "
                 "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
                 "active, models can be made beside it.",
             )
@@ -133,13 +133,13 @@ class VerbEngineHost:
         await self._supervisor.end()
 
     async def close(self) -> None:
-        """End the engine, if it is the verbs' own."""
+        """End the engine, if it has no run."""
         await self._supervisor.end()
 
     # --- which bases -----------------------------------------------------------------------------
 
     def names(self) -> tuple[str, ...]:
-        """See `VerbEngine.names`."""
+        """See `TinkerEngine.names`."""
         bound = self._required_base()
         if bound is not None:
             return (bound[0],)
@@ -147,7 +147,7 @@ class VerbEngineHost:
         return tuple(dict.fromkeys(names))
 
     def admit(self, base: str) -> None:
-        """See `VerbEngine.admit`."""
+        """See `TinkerEngine.admit`."""
         model_source = self._source_of(base)
         bound = self._required_base()
         if bound is not None and self._source_of(bound[0]) != model_source:
@@ -179,14 +179,14 @@ class VerbEngineHost:
             raise UsageError(f"The base model {base!r} is not served here. {refusal}") from None
 
     async def base(self, name: str) -> Base:
-        """See `VerbEngine.base`."""
+        """See `TinkerEngine.base`."""
         base = (await self._engine_with(name)).base
         # A remote client cannot read a folder of this machine. It loads its own folder of this name: see `tokenizer_folder`.
         tokenizer = name if Path(base.tokenizer).is_absolute() else base.tokenizer
         return replace(base, name=name, tokenizer=tokenizer)
 
     def context_length(self, name: str) -> int | None:
-        """See `VerbEngine.context_length`."""
+        """See `TinkerEngine.context_length`."""
         model_source, loaded = self._source_of(name), self._loaded_engine
         if loaded is not None and loaded.model_source == model_source:
             return loaded.base.longest
@@ -204,7 +204,7 @@ class VerbEngineHost:
         return min(self._longest, positions) if isinstance(positions, int) else None
 
     async def tokenizer_folder(self, name: str) -> Path:
-        """See `VerbEngine.tokenizer_folder`."""
+        """See `TinkerEngine.tokenizer_folder`."""
         model_source = self._source_of(name)
         folder = cached_folder(model_source) if model_source in ALIASES else Path(model_source)
         if folder is None or not folder.is_dir():
@@ -220,7 +220,7 @@ class VerbEngineHost:
     # --- models ----------------------------------------------------------------------------------
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """See `VerbEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
+        """See `TinkerEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
         is_new = model not in self._models
         if is_new:
             run = self._runs.active_conductor()
@@ -240,7 +240,7 @@ class VerbEngineHost:
             raise
 
     async def drop(self, model: str) -> None:
-        """See `VerbEngine.drop`."""
+        """See `TinkerEngine.drop`."""
         self._models.pop(model, None)
         engine = self._loaded_engine
         if engine is not None and model in engine.created_models:
@@ -250,34 +250,34 @@ class VerbEngineHost:
         await asyncio.to_thread(self.folders.forget_automatic, model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """See `VerbEngine.forward`."""
+        """See `TinkerEngine.forward`."""
         return await self._call_model(model, "forward", [*rows], loss)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
-        """See `VerbEngine.forward_backward`."""
+        """See `TinkerEngine.forward_backward`."""
         return await self._call_model(model, "forward_backward", [*rows], loss)
 
     async def optim_step(
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
-        """See `VerbEngine.optim_step`."""
+        """See `TinkerEngine.optim_step`."""
         result = await self._call_model(model, "optim_step", params, keep_as)
         self._note_kept(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
-        """See `VerbEngine.save_state`."""
+        """See `TinkerEngine.save_state`."""
         await self._call_model(model, "save_state", name, overwrite, call)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
     ) -> None:
-        """See `VerbEngine.load_state`."""
+        """See `TinkerEngine.load_state`."""
         await self._call_model(model, "load_state", stored, with_optimiser, keep_as)
         self._note_kept(model, keep_as)
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
-        """See `VerbEngine.save_for_sampler`."""
+        """See `TinkerEngine.save_for_sampler`."""
         await self._call_model(model, "save_for_sampler", name, call)
 
     def _note_kept(self, model: str, call: int | None) -> None:
@@ -287,15 +287,15 @@ class VerbEngineHost:
     # --- saved weights ---------------------------------------------------------------------------
 
     async def drop_sampler(self, stored: Stored) -> None:
-        """See `VerbEngine.drop_sampler`."""
+        """See `TinkerEngine.drop_sampler`."""
         await asyncio.to_thread(self.folders.forget, stored)
 
     async def saved(self, stored: Stored) -> ModelSpec:
-        """See `VerbEngine.saved`."""
+        """See `TinkerEngine.saved`."""
         return (await asyncio.to_thread(self.folders.read, stored)).spec
 
-    async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
-        """See `VerbEngine.sample`."""
+    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
+        """See `TinkerEngine.sample`."""
         stored = weights if isinstance(weights, Stored) else None
         base = weights if isinstance(weights, str) else (await self.saved(weights)).base
         losses = 0
@@ -311,8 +311,8 @@ class VerbEngineHost:
 
     # --- engines ---------------------------------------------------------------------------------
 
-    async def _call_model(self, model: str, verb: str | None, *arguments: Any) -> Any:
-        """Run a verb on a model, after recreating it in an engine if necessary; without a verb only recreate it."""
+    async def _call_model(self, model: str, method: str | None, *arguments: Any) -> Any:
+        """Call a method of a model, after recreating the model in an engine if necessary; without a method only recreate it."""
         losses = 0
         while True:
             if model not in self._models:
@@ -321,7 +321,7 @@ class VerbEngineHost:
             engine = await self._engine_with(model_state.spec.base)
             try:
                 await self._recreate(engine, model, model_state)
-                return None if verb is None else await engine.call(verb, model, *arguments)
+                return None if method is None else await engine.call(method, model, *arguments)
             except EngineLost as error:
                 losses += 1
                 await self._release_lost(engine, error)
@@ -401,7 +401,7 @@ class VerbEngineHost:
             return None
 
     async def _own_engine(self, base: str, model_source: str) -> _LoadedEngine | None:
-        """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
+        """An engine without a run; None if a run has started meanwhile, or the engine ended before it was ready."""
         loaded = self._loaded_engine
         if loaded is not None and loaded.run is None and loaded.model_source == model_source:
             return loaded

@@ -1,6 +1,6 @@
-"""Mounts the verbs in a server: built on its ledger and engines, and placed in front of its other routes.
+"""Mounts the Tinker API in a server: built on its ledger and engines, and placed in front of its other routes.
 
-Requests below `/api/v1` go to the verbs, with the server's own keys, roles and limits; all others are passed to the ask/post application.
+Requests below `/api/v1` are handled here, with the server's own keys, roles and limits; all others are passed to the other routes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.server.tinker.engine_manager import NAME, VerbEngineHost
-from groupwise.server.tinker.routes import PREFIX, Authorise, verb_routes
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.engine_manager import NAME, TinkerEngineManager
+from groupwise.server.tinker.routes import PREFIX, Authorise, tinker_routes
+from groupwise.server.tinker.service import TinkerService
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "verbs"
-"""Subfolder of the server's output for the weights that models save."""
+"""Subfolder of the server's output for the weights that models save. It keeps its first name, so that servers find what they saved."""
 
 
-class Verbs:
-    """The verbs of one server: their service and the engines that it uses."""
+class TinkerApi:
+    """The Tinker API of one server: its service and the engines that it uses."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Verbs:
         make_engine: Callable[[], Awaitable[Engine]],
     ) -> None:
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
-        self._host = VerbEngineHost(
+        self._host = TinkerEngineManager(
             runs=runs,
             supervisor=EngineSupervisor(make_engine, limits),
             ledger=ledger,
@@ -58,9 +58,9 @@ class Verbs:
             most=config.max_models,
             longest=config.max_context_length,
         )
-        self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
+        self.service = TinkerService(self._host, ledger, keep_every=config.keep_models_every)
         runs.machine_users[NAME] = self
-        runs.by_verbs = self.service.status
+        runs.tinker_status = self.service.status
         runs.sessions = self.service.registry.list_sessions
 
     async def begin(self) -> None:
@@ -85,22 +85,22 @@ class Verbs:
         await self._host.close()
 
 
-class VerbsMiddleware:
-    """Routes requests below `PREFIX` to the verbs, and all others to the wrapped application."""
+class TinkerMiddleware:
+    """Routes requests below `PREFIX` to the Tinker API, and all others to the wrapped application."""
 
     def __init__(
-        self, app: ASGIApp, service: VerbService, serving: Serving, keys: Keyring | None
+        self, app: ASGIApp, service: TinkerService, serving: Serving, keys: Keyring | None
     ) -> None:
         """`serving` and `keys` belong to the wrapped application."""
         self._behind = app
-        routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
+        routes = tinker_routes(service, authorising(serving, keys), bodies=serving.bodies)
         # One name in the metrics for all of them, because most requests are polls that return 408.
-        self._verbs = RequestMiddleware(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
+        self._tinker = RequestMiddleware(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request to the verbs, or pass it to the application."""
+        """Handle a request to the Tinker API, or pass it to the application."""
         ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
-        await (self._verbs if ours else self._behind)(scope, receive, send)
+        await (self._tinker if ours else self._behind)(scope, receive, send)
 
 
 def authorising(serving: Serving, keys: Keyring | None) -> Authorise:

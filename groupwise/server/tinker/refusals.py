@@ -1,7 +1,7 @@
-"""Refusals of requests to the verbs: each code with its HTTP status and its meaning, and the errors that it belongs to.
+"""Refusals of requests to the Tinker API: each code with its HTTP status and its meaning, and the errors that it belongs to.
 
 The client repeats a request for minutes after 408, 409, 429 and 5xx, so requests that can never succeed get another status. A request
-refused before it reaches the verbs gets a code of `groupwise.api.schemas.problems`; those that can occur are listed here, too.
+refused before it reaches this API gets a code of `groupwise.api.schemas.problems`; those that can occur are listed here, too.
 """
 
 from __future__ import annotations

@@ -284,9 +284,11 @@ def content_of(body: Body) -> bytes:
     return body.model_dump_json().encode()
 
 
-def identity_of(body: SaveForSampler) -> bytes:
-    """What stays the same when the client sends this request again. For all other requests that is `content_of`."""
-    return content_of(body.model_copy(update={"sampling_session_seq_id": None}))
+def identity_of(body: Body) -> bytes:
+    """The part of a request that is equal when the client sends it again: all of it, but for the number of a new sampler."""
+    if isinstance(body, SaveForSampler):
+        body = body.model_copy(update={"sampling_session_seq_id": None})
+    return content_of(body)
 
 
 def kind_of(body: Body) -> str:

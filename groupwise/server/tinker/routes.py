@@ -1,4 +1,4 @@
-"""The verbs over HTTP, at the addresses and in the formats of the Tinker client 0.38; mounted in the server's own application.
+"""The Tinker API over HTTP, at the addresses and in the formats of the Tinker client 0.38; mounted in the server's own application.
 
 Calls that take time return an id at once; `retrieve_future` waits for the answer, slightly shorter than the client's own timeout. `ROUTES`
 describes every route completely; the OpenAPI document is made from it. Every refusal is JSON with `code` and `message`: see `refusals.py`.
@@ -27,11 +27,11 @@ from groupwise.api.http.strict_json import NotStrict, parse
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.server.engine.verb_protocol import Stored
+from groupwise.server.engine.tinker_protocol import Stored
 from groupwise.server.tinker import requests, responses, translate
 from groupwise.server.tinker.compatibility import refused_route
 from groupwise.server.tinker.refusals import CODES, code_of
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.service import TinkerService
 from groupwise.server.tinker.sessions import MODEL, SCHEME, NotFound, stored_at
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ RouteHandler = Callable[..., Awaitable[BaseModel | Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class VerbRoute:
+class TinkerRoute:
     """One route: address, handler, and everything that the OpenAPI document shows."""
 
     method: str
@@ -85,24 +85,28 @@ class VerbRoute:
         return tuple(dict.fromkeys((*OF_ALL, *of_body, *of_query, *self.codes)))
 
 
-ROUTES: list[VerbRoute] = []
+ROUTES: list[TinkerRoute] = []
 """All routes that need a key: a reading key for GET, a training key for the others."""
 
 
 def _route(
     method: str, path: str, answer: type[BaseModel] | None, **facts: Any
 ) -> Callable[[RouteHandler], RouteHandler]:
-    """Declares a handler as a route; `facts` are further fields of `VerbRoute`."""
+    """Declares a handler as a route; `facts` are further fields of `TinkerRoute`."""
 
     def declare(handler: RouteHandler) -> RouteHandler:
-        ROUTES.append(VerbRoute(method, path, handler, answer, **facts))
+        ROUTES.append(TinkerRoute(method, path, handler, answer, **facts))
         return handler
 
     return declare
 
 
-def verb_routes(
-    service: VerbService, authorise: Authorise, *, bodies: Bodies | None = None, poll: float = POLL
+def tinker_routes(
+    service: TinkerService,
+    authorise: Authorise,
+    *,
+    bodies: Bodies | None = None,
+    poll: float = POLL,
 ) -> list[Route]:
     """Every route, and one that refuses all others below `PREFIX`. `service` must be open before the first request."""
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
@@ -129,12 +133,12 @@ def verb_routes(
 
 
 class _Handlers:
-    def __init__(self, service: VerbService, bodies: Bodies, poll: float) -> None:
+    def __init__(self, service: TinkerService, bodies: Bodies, poll: float) -> None:
         self._service = service
         self._bodies = bodies
         self._poll = poll
 
-    async def answer(self, route: VerbRoute, request: Request) -> Response:
+    async def answer(self, route: TinkerRoute, request: Request) -> Response:
         """Parse what the route declares, and call its handler."""
         given: list[requests.Body] = []
         if route.reads is not None:
@@ -477,12 +481,12 @@ class _Handlers:
             raise _usage_error(error, kind) from error
 
     async def _read_body(self, request: Request, max_bytes: int | None = None) -> bytes:
-        """Read the body, unpacked if need be. It is kept in the request's state, because `VerbService.refused` needs it."""
+        """Read the body, unpacked if need be. It is kept in the request's state, because `TinkerService.refused` needs it."""
         request.state.body = await self._bodies.read(request.headers, request.receive, max_bytes)
         return request.state.body
 
 
-def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
+def _guard(handler: Handler, service: TinkerService, authorise: Authorise) -> Handler:
     async def guarded(request: Request) -> Response:
         try:
             authorise(request)

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import SamplingParams
-from groupwise.server.engine.verb_protocol import Base, VerbEngine, VerbSample
+from groupwise.server.engine.tinker_protocol import Base, SampleRequest, TinkerEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
@@ -27,7 +27,7 @@ class SamplingCalls:
     def __init__(
         self,
         registry: SessionRegistry,
-        engine: VerbEngine,
+        engine: TinkerEngine,
         futures: Futures,
         ledger: Ledger,
         checkpoints: Checkpoints,
@@ -106,7 +106,7 @@ class SamplingCalls:
         return id
 
 
-def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
+def _sample_order(body: requests.Sample, base: Base) -> SampleRequest:
     prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     settings = body.sampling_params
     room = base.longest - len(prompt)
@@ -136,7 +136,7 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
     seed = body.sampling_params.seed
     base_seed = secrets.randbits(64) if seed is None else seed
     seeds = tuple(derive("verbs", base_seed, index) for index in range(body.num_samples))
-    return VerbSample(
+    return SampleRequest(
         prompt,
         seeds,
         params,

@@ -1,4 +1,4 @@
-"""The verbs' service, assembled from its parts; `routes.py` has the HTTP.
+"""The service behind the Tinker API, assembled from its parts; `routes.py` has the HTTP.
 
     sessions.py   open sessions, models and samplers
     training.py   the calls of a model, one after another in the client's order
@@ -28,10 +28,10 @@ from typing import Any, Protocol, TypeVar
 
 from groupwise.api.http.route import SMALL_BODY
 from groupwise.api.http.strict_json import parse
-from groupwise.api.schemas.training import ByVerbs
+from groupwise.api.schemas.training import TinkerStatus
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
-from groupwise.server.engine.verb_protocol import VerbEngine
+from groupwise.server.engine.tinker_protocol import TinkerEngine
 from groupwise.server.ledger import calls, training_runs
 from groupwise.server.ledger.calls import CallRow, Outcome
 from groupwise.server.ledger.training_runs import TrainingRunRow
@@ -70,7 +70,7 @@ REFUSED = "refused"
 logger = logging.getLogger(__name__)
 
 
-class StoringEngine(VerbEngine, Protocol):
+class StoringEngine(TinkerEngine, Protocol):
     """An engine whose models save their weights in folders that this process can read."""
 
     @property
@@ -79,8 +79,8 @@ class StoringEngine(VerbEngine, Protocol):
         ...
 
 
-class VerbService:
-    """Sessions, models and calls of all clients that train by verbs on this server."""
+class TinkerService:
+    """Sessions, models and calls of all clients that train through the Tinker API on this server."""
 
     def __init__(
         self,
@@ -160,10 +160,12 @@ class VerbService:
             await model.queue.close()
         await self.futures.close()
 
-    def status(self) -> ByVerbs:
-        """The verbs' part of the server's status."""
+    def status(self) -> TinkerStatus:
+        """The Tinker API's part of the server's status."""
         models = [model.id for model in self.registry.models.values() if model.spec is not None]
-        return ByVerbs(sessions=self.registry.sessions, models=models, waiting=self.futures.waiting)
+        return TinkerStatus(
+            sessions=self.registry.sessions, models=models, waiting=self.futures.waiting
+        )
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""

@@ -19,7 +19,13 @@ from typing import TypeVar, get_args
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.verb_protocol import ModelSpec, NoRoom, Stored, StoredKind, VerbEngine
+from groupwise.server.engine.tinker_protocol import (
+    ModelSpec,
+    NoRoom,
+    Stored,
+    StoredKind,
+    TinkerEngine,
+)
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import ModelRow, SamplerRow
 from groupwise.server.ledger.writer import Ledger
@@ -85,7 +91,7 @@ class SessionRegistry:
     """All open sessions, models and samplers of this server."""
 
     def __init__(
-        self, engine: VerbEngine, futures: Futures, ledger: Ledger, clock: Callable[[], float]
+        self, engine: TinkerEngine, futures: Futures, ledger: Ledger, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._futures = futures

@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import OptimiserParams
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, TinkerEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
@@ -45,7 +45,7 @@ class TrainingCalls:
     def __init__(
         self,
         registry: SessionRegistry,
-        engine: VerbEngine,
+        engine: TinkerEngine,
         ledger: Ledger,
         checkpoints: Checkpoints,
         *,
@@ -128,6 +128,7 @@ class TrainingCalls:
             if request.sequence >= 1:
                 model.queue.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
             raise forward
+        _check_sequence(request.sequence)
 
         async def work() -> Outcome:
             if forward.forward_only:
@@ -139,8 +140,8 @@ class TrainingCalls:
             answer = translate.outputs(computed, forward.widths)
             return Outcome("answered", PROTOBUF, answer, changed=True)
 
-        return model.id, self._submit_call(
-            model, request.sequence, request.content, work, FORWARD_BACKWARD
+        return model.id, model.queue.submit(
+            request.sequence, request.content, work, FORWARD_BACKWARD
         )
 
     def optim_step(self, body: requests.OptimStep) -> tuple[str, str]:
@@ -167,9 +168,7 @@ class TrainingCalls:
             step = StepRow(params.learning_rate, norm, finite_sums)
             return replace(outcome, changed=True, kept=keep_as, step=step)
 
-        return model.id, self._submit_call(
-            model, body.seq_id, content_of(body), work, kind_of(body)
-        )
+        return _submit_call(model, body.seq_id, body, work)
 
     # --- saving and loading weights ---------------------------------------------------------------
 
@@ -185,9 +184,7 @@ class TrainingCalls:
                 )
             return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
-        return model.id, self._submit_call(
-            model, body.seq_id, content_of(body), work, kind_of(body)
-        )
+        return _submit_call(model, body.seq_id, body, work)
 
     def load_weights(self, body: requests.LoadWeights) -> tuple[str, str]:
         """Queue loading a saved state into an existing model, or into a new one created for it."""
@@ -215,7 +212,7 @@ class TrainingCalls:
         async def work() -> Outcome:
             return await self._load_weights(model, body, number, stored)
 
-        return model.id, self._submit_call(model, number, content_of(body), work, kind_of(body))
+        return _submit_call(model, number, body, work)
 
     async def _load_weights(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
@@ -280,24 +277,21 @@ class TrainingCalls:
             )
 
         work = named if body.path is not None else for_a_sampler
-        return model.id, self._submit_call(
-            model, body.seq_id, content_of(body), work, kind_of(body), identity_of(body)
-        )
+        return _submit_call(model, body.seq_id, body, work)
 
-    def _submit_call(
-        self,
-        model: Model,
-        sequence: int,
-        content: bytes,
-        work: Work,
-        kind: str,
-        identity: bytes | None = None,
-    ) -> str:
-        if sequence < 1:
-            raise UsageError(
-                f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
-            )
-        return model.queue.submit(sequence, content, work, kind, identity)
+
+def _submit_call(model: Model, sequence: int, body: requests.Body, work: Work) -> tuple[str, str]:
+    """Queue a call of a created model; returns the ids of the model and of the call."""
+    _check_sequence(sequence)
+    content, identity = content_of(body), identity_of(body)
+    return model.id, model.queue.submit(sequence, content, work, kind_of(body), identity)
+
+
+def _check_sequence(sequence: int) -> None:
+    if sequence < 1:
+        raise UsageError(
+            f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
+        )
 
 
 def optimiser_of(body: requests.OptimStep) -> OptimiserParams:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LossSpec, Row, TopTokens
-from groupwise.server.engine.verb_protocol import Computed, VerbSampled
+from groupwise.server.engine.tinker_protocol import Computed, SampleResult
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.tensors import Cells, Sparse, cells_of, messages, places_of, unpacked
 
@@ -233,7 +233,7 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": loss, **sums_by_name}
 
 
-def sample_response(result: VerbSampled, request: requests.Sample) -> bytes:
+def sample_response(result: SampleResult, request: requests.Sample) -> bytes:
     """The message `SampleResponse`. Of the prompt's numbers only the last are included if `asked` limits them."""
     classes = messages()
     message = classes.SampleResponse()

@@ -32,20 +32,20 @@ class MixtureEntry(Strict):
         None, "Instead of a source: a task, with its own data and rewards.", min_length=1
     )
     config: str | dict[str, Any] | None = setting(
-        None, "Of a source on the hub: its configuration. Of a task: its section `task`."
+        None, "Configuration of a source on the hub; of a task, its section `task`."
     )
-    split: str | None = setting(None, "Of a source; null: data.dataset_split.")
-    test_split: str | None = setting(None, "Of a source: the split that is held out.")
-    revision: str | None = setting(None, "Of a source on the hub: a commit, tag or branch.")
-    columns: dict[str, str] = setting({}, "Of a source: our names for its columns.")
+    split: str | None = setting(None, "Split of a source; null: data.dataset_split.")
+    test_split: str | None = setting(None, "Held-out split of a source.")
+    revision: str | None = setting(None, "Commit, tag or branch of a source on the hub.")
+    columns: dict[str, str] = setting({}, "Further names for the columns of a source.")
     label: str | None = setting(
         None,
-        "The task label of its rows, by which the router gives them rewards; null: of a task its name, of a source none.",
+        "Task label of its rows, by which the router gives them rewards; null: the name of the task, none for a source.",
         min_length=1,
     )
     weight: float = setting(
         1.0,
-        "How often each row comes in an epoch: 0.5 half of them, each epoch the next half; 2 each twice.",
+        "How often each row comes in an epoch. 0.5: half of the rows, in the next epoch the other half. 2: each row twice.",
         gt=0,
     )
 
@@ -111,7 +111,7 @@ class DatasetConfig(Strict):
 
     dataset_name: str | None = setting(
         None,
-        "The data, where no task brings them: a hub id, a file (.jsonl, .json, .parquet, .csv, .tsv, .txt) or a folder of these.",
+        "The data, if no task brings them: a hub id, a file (.jsonl, .json, .parquet, .csv, .tsv, .txt) or a folder of these.",
         min_length=1,
     )
     dataset_config: str | None = setting(None, "Configuration of a dataset on the hub.")
@@ -120,7 +120,7 @@ class DatasetConfig(Strict):
     )
     dataset_test_split: str | None = setting(
         None,
-        "The split that is held out, of dataset_name; sets of a mixture have test_split.",
+        "Held-out split of dataset_name; each set of a mixture has a test_split of its own.",
         on_resume="free",
     )
     dataset_revision: str | None = setting(
@@ -133,21 +133,24 @@ class DatasetConfig(Strict):
     )
     mixture_columns: Join = setting(
         "same",
-        "Columns that some sources of a mixture lack: same refuses them, common leaves them out, all fills them with null.",
+        "Columns that only some sources of a mixture have. same: they are refused. common: they are left out. all: they are null in "
+        "the other sources.",
     )
     test_split_size: float | None = setting(
         None,
-        "Share of the rows that is held out, by prompt and before anything else; null: none, or dataset_test_split.",
+        "Share of the rows that is held out, chosen by prompt before anything else; null: none, or dataset_test_split.",
         gt=0,
         lt=1,
     )
     seed: int = setting(
-        0, "Of what is held out and of the mixture; the run has a seed of its own.", ge=0
+        0,
+        "Seed that decides which rows are held out and how a mixture is drawn; training.seed is another.",
+        ge=0,
     )
     columns: dict[str, str] = setting(
         {},
-        "Our names for columns, beside their own: `answer: solution` takes the answer from `solution`, `answer: meta.gold` from "
-        "within `meta`.",
+        "Further names for columns: with `answer: solution` the column `solution` is also the answer; `answer: meta.gold` takes it "
+        "from within `meta`.",
     )
     prompt_column: str | None = setting(
         None, "The column that holds the prompt; null: prompt.", min_length=1
@@ -160,35 +163,38 @@ class DatasetConfig(Strict):
     preprocessing_pipeline: str | None = setting(
         None,
         "What each row goes through before its prompt is made: generic (text, its answer also as `reference`), deepseek (a chat), "
-        "`module:function` or `file.py:function` (row → row or None, which leaves it out), or the name of an installed one.",
+        "`module:function` or `file.py:function` (takes a row and returns a row, or None to leave it out), or the name of an "
+        "installed one.",
         min_length=1,
     )
     prompt_format: PromptFormat | None = setting(
         None,
-        "What a prompt that is text becomes: the text as it stands, or the user's message of a chat; null: chat where there is a "
-        "system_prompt, else text.",
+        "What becomes of a prompt that is text. text: it stays text. chat: it becomes the user's message of a chat. null: chat if "
+        "there is a system_prompt, else text.",
     )
     system_prompt: str | None = setting(
-        None, "Put before chats that have no system prompt.", min_length=1
+        None, "System prompt of all chats that have none.", min_length=1
     )
     prompt_lines: tuple[str, ...] = setting(
-        (), "Columns that follow the user's text, each as a line `name: value`."
+        (), "Columns that are added to the user's text, each as a line `name: value`."
     )
     prefill: Prefill = setting(
         "continue",
-        "What the assistant says at the end of a prompt: the completion goes on with it, or (drop) it is left out as an earlier answer.",
+        "If a prompt ends with words of the assistant. continue: the completion goes on after them. drop: they are left out, as an "
+        "earlier answer.",
     )
     strip_tags: tuple[str, ...] = setting(
-        (), "Blocks of these tags, such as think, are taken out of earlier turns in prompts."
+        (), "Tags, such as think, whose blocks are removed from earlier turns in prompts."
     )
     strip_roles: tuple[Literal["user", "assistant"], ...] = setting(
-        ("assistant",), "Out of whose turns strip_tags takes them: assistant, user."
+        ("assistant",), "The roles from whose turns strip_tags removes blocks: assistant, user."
     )
     drop_duplicates: bool = setting(
-        False, "Leave out rows that repeat an earlier one: its prompt, for sft with its completion."
+        False,
+        "Leave out rows whose prompt an earlier row has already; for sft, prompt and completion.",
     )
     strict: bool = setting(
-        False, "Refuse to start where a row cannot be used, instead of leaving it out and counting."
+        False, "Refuse to start if a row cannot be used. false: such rows are left out and counted."
     )
 
     @property
@@ -293,15 +299,14 @@ class DataConfig(DatasetConfig):
         ge=1,
     )
     shuffle: bool = setting(
-        True, "Draw the examples of each epoch in an order of its own, from the seed."
+        True,
+        "Draw the examples in random order, a new one for each epoch, which follows from the seed.",
     )
     easy_pool: EasyPoolConfig | None = setting(
         None,
         "A second source of easy examples, mixed in with a falling probability; {} takes all defaults.",
     )
-    replay: ReplayConfig | None = setting(
-        None, "Prompts that were solved are drawn again; {} takes all defaults."
-    )
+    replay: ReplayConfig | None = setting(None, "Draw solved prompts again; {} takes all defaults.")
     curriculum: CurriculumConfig | None = setting(
         None, "Draw examples near a success rate; {} takes all defaults."
     )

@@ -39,7 +39,10 @@ class CurriculumConfig(Strict):
         le=1,
     )
     memory: float = setting(
-        0.5, "What each later group of an example leaves of the weight of those before.", ge=0, lt=1
+        0.5,
+        "Factor by which each later group of an example reduces the weight of its earlier groups.",
+        ge=0,
+        lt=1,
     )
     success_threshold: float = setting(
         0.999, "A completion succeeds if it reaches this; see success_part."
@@ -121,12 +124,13 @@ class EasyPoolConfig(Strict):
 
     dataset_name: str | None = setting(
         None,
-        "Hub id or local file of the easy examples; null takes the environment's EASY_DATASET_NAME.",
+        "Hub id or local file of the easy examples; null: the environment variable EASY_DATASET_NAME.",
     )
-    dataset_config: str | None = setting(None, "Configuration of a hub set.")
-    dataset_split: str = setting("train", "Split of a hub set.")
+    dataset_config: str | None = setting(None, "Configuration of a dataset on the hub.")
+    dataset_split: str = setting("train", "Split of a dataset on the hub.")
     columns: dict[str, str] = setting(
-        {}, "What its columns are called: `prompt: question` takes the prompt from `question`."
+        {},
+        "Further names for its columns: with `prompt: question` the column `question` is the prompt.",
     )
     schedule: tuple[tuple[int, float], ...] = setting(
         EASY_SCHEDULE, "Pairs of a step and the probability of an easy example from then on."

@@ -119,6 +119,8 @@ def _is_part(entry: Any) -> bool:
 
 def message_of(value: Any) -> Message:
     """One message with its role, and its text unless it calls tools. Raises Unusable."""
+    if _is_plain(value):
+        return dict(cast("dict[str, Any]", value))
     if not isinstance(value, Mapping):
         raise Unusable("a message is no mapping of role and content")
     message = without_nulls(_with_our_names(cast("Mapping[str, Any]", value)))
@@ -129,20 +131,35 @@ def message_of(value: Any) -> Message:
     if message["role"] not in ROLES:
         known_roles = ", ".join((*ROLES, *OTHER_ROLES))
         raise Unusable(f"a message has the role {role!r:.30}; there are {known_roles}")
-    calls = message.pop("tool_calls", None)
-    if isinstance(calls, str):
-        calls = _of_json(calls)
-    if not calls and (older := message.pop("function_call", None)):
-        calls = [{"type": "function", "function": older}]
-    if calls:
-        if not isinstance(calls, list):
-            raise Unusable("the tool calls of a message are no list")
-        message["tool_calls"] = [with_arguments(call) for call in cast("list[Any]", calls)]
+    if calls := _tool_calls(message):
+        message["tool_calls"] = calls
         if "content" not in message:
             return message
     elif message["role"] == "system":
         message.setdefault("content", "")  # an empty text, too, replaces a template's default
     return {**message, "content": _text_content(message.get("content"))}
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a message as most are: a known role and a text, in a dict of nothing else."""
+    if not isinstance(value, dict):
+        return False
+    message = cast("dict[str, Any]", value)
+    return (
+        len(message) == 2 and message.get("role") in ROLES and type(message.get("content")) is str
+    )
+
+
+def _tool_calls(message: dict[str, Any]) -> list[Any]:
+    """Takes the calls out of a message: its `tool_calls`, or the `function_call` of OpenAI's older format."""
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = _of_json(calls)
+    if not calls and (older := message.pop("function_call", None)):
+        calls = [{"type": "function", "function": older}]
+    if not isinstance(calls or [], list):
+        raise Unusable("the tool calls of a message are no list")
+    return [with_arguments(call) for call in cast("list[Any]", calls or [])]
 
 
 def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:

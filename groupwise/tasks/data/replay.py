@@ -36,33 +36,35 @@ class ReplayConfig(Strict):
 
     mode: Literal["prompts", "completions"] = setting(
         "prompts",
-        "prompts: a prompt is answered anew. completions: the group that it was last solved by is trained again, with the "
-        "log-probabilities that it was sampled with.",
+        "prompts: a solved prompt is answered again. completions: the group that last solved it is trained again, with the "
+        "log-probabilities with which it was sampled.",
     )
-    capacity: int = setting(CAPACITY, "Prompts that are kept at most.", ge=1)
+    capacity: int = setting(CAPACITY, "Maximum number of prompts that are kept.", ge=1)
     exploration: float = setting(
-        EXPLORATION, "Weight of the rarely drawn in the upper confidence bound (C).", ge=0
+        EXPLORATION,
+        "C of the upper confidence bound: the weight of prompts that are rarely drawn.",
+        ge=0,
     )
     mix_exploit_ratio: float = setting(
         EXPLOIT_RATIO,
-        "Probability that the best mean is taken instead of the best upper confidence bound.",
+        "Probability of drawing the prompt with the best mean instead of that with the best upper confidence bound.",
         ge=0,
         le=1,
     )
     success_threshold: float | None = setting(
         0.999,
-        "A group enters if a member reaches this; see success_part. null: none enters by itself, for callbacks that choose.",
+        "A prompt is kept if a member of its group reaches this; see success_part. null: only callbacks choose what is kept.",
     )
     success_part: str | None = setting(
         None,
         "Name of the reward part that success_threshold is about; null: the first whose name contains accuracy, else the total.",
     )
     max_share: float = setting(
-        0.5, "Share of a step's prompts that may be drawn again.", gt=0, le=1
+        0.5, "Maximum share of a step's prompts that are drawn again.", gt=0, le=1
     )
     warmup_entries: int = setting(500, "Prompts that must be kept before any is drawn again.", ge=1)
     at_temperature_floor: bool = setting(
-        False, "Draw nothing again before sampler.temperature_schedule has reached its floor."
+        False, "Draw nothing again until sampler.temperature_schedule has reached its floor."
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -35,67 +35,73 @@ class SignalsConfig(Strict):
 
     start_steps: int = setting(
         10,
-        "Steps at the beginning that say what is usual in this run: fewer make it a matter of luck, more let a fast hack in.",
+        "Steps at the beginning that define what is usual in this run. With fewer it is a matter of luck; with more a fast hack "
+        "counts as usual.",
         on_resume="free",
         ge=2,
     )
     memory: float = setting(
         0.9,
-        "What each later step leaves of the running means that are compared with the start; at 0.9 they follow in some ten steps.",
+        "Weight that older steps keep in the running means, which are compared with the start; at 0.9 a mean follows in about ten "
+        "steps.",
         on_resume="free",
         ge=0,
         lt=1,
     )
     noise: float = setting(
         4.0,
-        "Standard errors that a number must have moved, beside its threshold: in a long run many steps have a chance to seem unusual.",
+        "Standard errors by which a number must have moved, besides its threshold, because in a long run some steps look unusual by "
+        "chance.",
         on_resume="free",
         gt=0,
     )
     length_growth: float = setting(
         1.5,
-        "length: completions so many times as long as at the start. Reasoning that becomes deeper grows as well, hence the next key.",
+        "length: warn if completions are this many times as long as at the start, and the next key holds too, since deeper reasoning "
+        "also gets longer.",
         on_resume="free",
         gt=1,
     )
     length_correlation: float = setting(
         0.5,
-        "length: and this correlation of reward and length within groups, so that length explains a quarter of what is reinforced.",
+        "length: correlation of reward and length within groups; at 0.5 length explains a quarter of what is reinforced.",
         on_resume="free",
         gt=0,
         le=1,
     )
     truncation_rise: float = setting(
         0.25,
-        "truncation: so much more of the completions, as a share of all, is cut off by the length limit than at the start.",
+        "truncation: by how much the share of completions that the length limit cuts off has risen since the start.",
         on_resume="free",
         gt=0,
         le=1,
     )
     repetition_rise: float = setting(
         0.2,
-        "repetition: so much more of a completion's n-grams, or of its lines, repeats than at the start. Loops come to 0.5 and more.",
+        "repetition: by how much the share of a completion's n-grams, or of its lines, that repeat has risen since the start. Loops "
+        "reach 0.5 and more.",
         on_resume="free",
         gt=0,
         le=1,
     )
     diversity_fall: float = setting(
         0.5,
-        "diversity: this share of the start's diversity or entropy is lost, without the reward having risen for it.",
+        "diversity: share of the start's diversity or entropy that is lost without a rise of the reward that explains it.",
         on_resume="free",
         gt=0,
         le=1,
     )
     same_answers_rise: float = setting(
         0.8,
-        "sameness: so much more often two prompts get the very same completion. Honest answers of yes or no come to 0.5.",
+        "sameness: by how much the share of pairs of prompts that get exactly the same completion has risen. Honest answers of yes or "
+        "no reach 0.5.",
         on_resume="free",
         gt=0,
         le=1,
     )
     dominance: float = setting(
         0.9,
-        "dominance: one part explains this share of the variance of the reward and gains, while another part loses half of its own.",
+        "dominance: one part explains this share of the variance of the reward and rises, while another part loses half of its value.",
         on_resume="free",
         gt=0,
         le=1,

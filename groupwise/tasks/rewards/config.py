@@ -86,30 +86,30 @@ class RewardsConfig(Strict):
     )
     reward_weights: tuple[float, ...] | None = setting(
         None,
-        "One weight for each reward function, in their order; null takes those of the task or of `reward_funcs`, or 1.",
+        "One weight for each reward function, in their order; null: the weights of the task or of `reward_funcs`, else 1.",
     )
     router: dict[str, RewardEntries] | None = setting(
         None,
-        "For data of several tasks, instead of `reward_funcs`: a list like it for each label. A row's label is its column `task`, else "
-        "its `dataset_name`, else `default_task`.",
+        "For data of several tasks, in place of `reward_funcs`: a list of rewards for each label. A row's label is its column `task`, "
+        "else its `dataset_name`, else `default_task`.",
         min_length=1,
     )
     default_task: str | None = setting(
         None,
-        "The label of rows whose `task` is empty and whose `dataset_name` is no label; null refuses such rows. Where rewards go by label, "
-        "the environment variable GROUPWISE_TASK stands in for it.",
+        "Label of rows whose `task` is empty and whose `dataset_name` is not a label; null: the environment variable GROUPWISE_TASK, "
+        "and if that is not set either, such rows are refused.",
         min_length=1,
     )
     answer_column: str | None = setting(
         None,
-        "The column of the gold answer, for rewards that look for one; null: the first of answer, reference, reference_response, gold, "
-        "solution and label that holds something in the row.",
+        "The column with the gold answer, for rewards that need one; null: the first of answer, reference, reference_response, gold, "
+        "solution and label that is not empty in the row.",
         min_length=1,
     )
     time_limit: float = setting(
         30.0,
-        "Seconds that a call of one reward function may take; afterwards the group's rollouts count as timed out and do not "
-        "teach. compute_metrics has ten times as long.",
+        "Seconds that a call of one reward function may take; after that the group's rollouts count as timed out and do not teach. "
+        "compute_metrics has ten times as long.",
         on_resume="free",
         gt=0,
     )

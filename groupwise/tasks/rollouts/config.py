@@ -39,26 +39,26 @@ class RolloutConfig(Strict):
     )
     max_turns: int = setting(
         10,
-        "environment, external: most completions of a rollout; it is cut off after them.",
+        "environment, external: maximum completions of a rollout; it is cut off after them.",
         ge=1,
     )
     max_rollout_length: int | None = setting(
         None,
-        "environment, external: most tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
-        "max_turns × (2 × the longest completion + 16), so that observations may be as long as completions, and a chat "
-        "has room for the headers of its messages.",
+        "environment, external: maximum tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
+        "max_turns × (2 × the longest completion + 16), which leaves room for observations as long as completions, and for the "
+        "headers of chat messages.",
         ge=1,
     )
     max_seconds: float = setting(
         300.0,
-        "environment, external: seconds that the environment may take for a rollout, all its turns together; "
-        "one that takes longer counts as timed out and does not teach.",
+        "environment, external: seconds that the environment may take for all turns of a rollout together; after that the rollout "
+        "counts as timed out and does not teach.",
         on_resume="free",
         gt=0,
     )
     time_limit: float = setting(
         30.0,
-        "environment: seconds for one of its turns; one that takes longer is ended, and its rollout counts as timed out.",
+        "environment: seconds that it may take for one turn; after that it is ended, and the rollout counts as timed out.",
         on_resume="free",
         gt=0,
     )
@@ -70,8 +70,8 @@ class RolloutConfig(Strict):
     )
     workers: int = setting(
         1,
-        "environment, external: processes that hold environments, the groups dealt out among them. Of type environment each does one "
-        "turn at a time, of type external many attempts.",
+        "environment, external: processes that hold environments; each gets a part of the groups. With type environment a process "
+        "works on one turn at a time, with type external on many attempts.",
         on_resume="free",
         ge=1,
     )
@@ -84,7 +84,7 @@ class RolloutConfig(Strict):
 
     max_concurrent: int = setting(
         64,
-        "external: attempts at once, in all processes together.",
+        "external: maximum attempts at the same time, in all processes together.",
         on_resume="free",
         ge=1,
     )

@@ -157,7 +157,8 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
     if tokenizer is None or not tokenizer.chat_template or not texts:
         return []
-    if ready := [mark for text in texts for mark in _template_marks(tokenizer) if mark in text]:
+    marks = _template_marks(tokenizer)
+    if ready := [mark for text in texts for mark in marks if mark in text]:
         return [
             f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
         ]

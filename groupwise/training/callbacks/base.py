@@ -72,7 +72,7 @@ class Stop:
     reason: str
 
 
-class Observed(Protocol):
+class ObservedRun(Protocol):
     """The parts of a training run that callbacks can see."""
 
     @property
@@ -99,7 +99,7 @@ class Observed(Protocol):
 class RunHandle:
     """The run as one callback sees it: the data that it may read and the requests that it may make."""
 
-    def __init__(self, run: Observed, requests: ControlRequests, name: str) -> None:
+    def __init__(self, run: ObservedRun, requests: ControlRequests, name: str) -> None:
         self._run = run
         self._requests = requests
         self._name = name
@@ -275,7 +275,7 @@ class Callbacks:
             count = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
             self._members.append(_Member(f"{name}-{count + 1}" if count else name, callback))
         self._requests = ControlRequests()
-        self._run: Observed | None = None
+        self._run: ObservedRun | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
         self._announced: list[str] = []
         """Evaluations of the current policy that were already announced, by name and prompts."""
@@ -316,7 +316,7 @@ class Callbacks:
 
     # Events
 
-    async def begin(self, run: Observed) -> None:
+    async def begin(self, run: ObservedRun) -> None:
         """Start the callbacks of a new or resumed run. Announces the checkpoint that it resumes from, if that was not announced yet."""
         self._run = run
         if not self._members:

@@ -23,14 +23,14 @@ from groupwise.tasks.contract import Task
 from groupwise.training.callbacks.base import EVENTS, Callback, overrides
 from groupwise.training.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 
-BUILTIN = {
-    "benchmark_on_checkpoint": "BenchmarkOnCheckpoint",
-    "early_stop": "EarlyStop",
-    "loss_logging": "LossLogging",
-    "push_to_hub_revision": "PushToHubRevision",
-    "success_cache": "SuccessCache",
-}
-"""The classes of the built-in callbacks, each in the module of its name, which is imported once a config names it."""
+BUILTIN = (
+    "benchmark_on_checkpoint",
+    "early_stop",
+    "loss_logging",
+    "push_to_hub_revision",
+    "success_cache",
+)
+"""The built-in callbacks. Each is a module here, imported once a config names it: `early_stop` has the class `EarlyStop`."""
 ENTRY_POINTS = "groupwise.callbacks"
 """The entry-point group under which installed packages declare their callbacks."""
 
@@ -90,7 +90,8 @@ def hook_callbacks(entries: Sequence[object], config: View, where: str) -> tuple
 
 def builtin(name: str) -> type[Callback]:
     """The class of a built-in callback."""
-    return getattr(import_module(f"{__package__}.{name}"), BUILTIN[name])
+    class_name = name.title().replace("_", "")
+    return getattr(import_module(f"{__package__}.{name}"), class_name)
 
 
 def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:

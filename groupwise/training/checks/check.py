@@ -441,7 +441,7 @@ async def _find_gold_of(
             f"gold answers{suffix}",
             "ok",
             gold.description,
-            f"of the ways to write an answer this one earns most; means: {earned}" if means else "",
+            f"this way to write an answer earns most; mean rewards: {earned}" if means else "",
             data={"column": column, "layout": layout, "rewards": means},
         )
     )

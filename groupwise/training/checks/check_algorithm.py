@@ -155,8 +155,8 @@ def _no_gradient(gradient: Gradient) -> str:
 
 def _numbers(row: Row, seed: int, low: float, high: float) -> list[float]:
     """Random numbers for the tokens of a row, which depend on its rollout alone."""
-    chance = random.Random(f"{row.rollout} {seed}")
-    return [chance.uniform(low, high) for _ in row.completion_ids]
+    rng = random.Random(f"{row.rollout} {seed}")
+    return [rng.uniform(low, high) for _ in row.completion_ids]
 
 
 def _difference(one: Gradient, other: Gradient) -> str:
@@ -177,21 +177,21 @@ def _difference(one: Gradient, other: Gradient) -> str:
 
 def _group(draw: int) -> Group:
     """Members of several lengths and rewards, some of two turns; one failed, one was cut off."""
-    chance = random.Random(draw)
+    rng = random.Random(draw)
     return Group(
         draw,
         Example(draw, "?"),
-        tuple(_rollout(chance, draw, member) for member in range(MEMBERS + 1)),
+        tuple(_rollout(rng, draw, member) for member in range(MEMBERS + 1)),
     )
 
 
-def _rollout(chance: random.Random, draw: int, member: int) -> Rollout:
+def _rollout(rng: random.Random, draw: int, member: int) -> Rollout:
     turns = 1 + member % 2
     params = SamplingParams(max_tokens=LIMIT)
     segments: list[Segment] = []
     for turn in range(turns):
-        length = chance.randint(1, MOST_TOKENS)
-        logprobs = tuple(chance.uniform(-2.0, -0.2) for _ in range(length))
+        length = rng.randint(1, MOST_TOKENS)
+        logprobs = tuple(rng.uniform(-2.0, -0.2) for _ in range(length))
         ids = tuple(range(10, 10 + length))
         finish = "length" if member == 1 and turn else "stop"
         segments += [Segment("environment", (7, 8))] if turn else []
@@ -199,7 +199,7 @@ def _rollout(chance: random.Random, draw: int, member: int) -> Rollout:
             Segment("policy", ids, sampling_logprobs=logprobs, params=params, finish_reason=finish)
         )
     failed = member == MEMBERS
-    values = (round(chance.random(), 2), float(chance.random() < 0.5))
+    values = (round(rng.random(), 2), float(rng.random() < 0.5))
     parts = (RewardPart("first", values[0]), RewardPart("second", values[1], turn=turns - 1))
     return Rollout(
         draw,

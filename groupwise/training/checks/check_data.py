@@ -11,7 +11,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Example, Prompt
 from groupwise.engine.models.tokens import render_prompt
-from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, absent_hooks, require
+from groupwise.tasks.contract import HOOKS, NEEDED, Command, Task, absent_hooks, require
 from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.overlap import SameAs, trained_on
 from groupwise.tasks.data.sft import teacher_example
@@ -36,27 +36,29 @@ def check_hooks(task: Task) -> Finding:
             errors.append(str(error))
     if errors:
         raise TaskError("\n".join(errors))
-    verbs = [verb for verb in NEEDED if suffices(task, verb)]
-    if not verbs:
+    commands = [command for command in NEEDED if suffices(task, command)]
+    if not commands:
         raise TaskError("\n".join(task.missing(hook, "rl") for hook in absent_hooks(task, "rl")))
-    missing = {verb: absent_hooks(task, verb) for verb in NEEDED if verb not in verbs}
+    missing = {
+        command: absent_hooks(task, command) for command in NEEDED if command not in commands
+    }
     missing_note = "; ".join(
-        f"`{verb}` would need {', '.join(names)}" for verb, names in missing.items()
+        f"`{command}` would need {', '.join(names)}" for command, names in missing.items()
     )
     return Finding(
         "hooks",
         "ok",
         ", ".join(hooks),
-        f"enough for {' and '.join(f'`{verb}`' for verb in verbs)}"
+        f"enough for {' and '.join(f'`{command}`' for command in commands)}"
         + (f"; {missing_note}" if missing_note else ""),
-        data={"hooks": hooks, "verbs": verbs, "missing": missing},
+        data={"hooks": hooks, "commands": commands, "missing": missing},
     )
 
 
-def suffices(task: Task, verb: Verb) -> bool:
+def suffices(task: Task, command: Command) -> bool:
     """True if the task has every hook that the command needs."""
     try:
-        require(task, verb)
+        require(task, command)
     except TaskError:
         return False
     return True

@@ -359,8 +359,8 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
     layer, lowest, error = min(slopes, key=lambda slope: slope[1] + CONFIDENCE_SIGMAS * slope[2])
     data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
     measured = (
-        f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs "
-        f"(least: {lowest:.0%} ± {error:.0%}, {layer})"
+        f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs on average "
+        f"(lowest, allowing for chance: {lowest:.0%} ± {error:.0%}, {layer})"
     )
     if lowest + CONFIDENCE_SIGMAS * error < MIN_SLOPE:
         return Finding(

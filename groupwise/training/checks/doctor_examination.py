@@ -103,8 +103,8 @@ def examine_all(
         prompts = Finding(
             "prompts",
             "ok",
-            f"{len(QUESTIONS)} of our own, of up to {longest_prompt} tokens",
-            "--task-module asks those of your task, and measures with their length",
+            f"{len(QUESTIONS)} built-in ones, of up to {longest_prompt} tokens",
+            "--task-module uses those of your task, and measures with their length",
         )
     findings.add(prompts)
     run_to_end(_examine_engine(subject, findings))

@@ -19,7 +19,7 @@ from groupwise.core.plugins import called_name, runs_as_script, trains_when_impo
 
 ROW = "process_row"
 """Name of the function that does to one row what the script does to all of them."""
-MAKE_ROWS = "make_rows"
+MAKE_ROWS = "rows_of_script"
 """Name of the function with the statements that make the script's rows."""
 _HARMLESS = {"desc", "num_proc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
 """Arguments of `map` and `filter` that do not change the rows."""
@@ -79,7 +79,7 @@ def _needed_statements(
 
 
 def _rows_by_hooks(returned: Mapping[str, ast.expr], makes: list[ast.stmt]) -> Iterator[str]:
-    """The source of each hook; if statements have to make the rows first, of `make_rows` with these, which runs once."""
+    """The source of each hook; if statements have to make the rows first, of a function with these, which runs once."""
     if makes:
         (function,) = ast.parse(f"@functools.cache\ndef {MAKE_ROWS}():\n    pass").body
         assert isinstance(function, ast.FunctionDef)

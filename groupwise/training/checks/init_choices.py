@@ -283,7 +283,7 @@ def choose_trainable(draft: Draft, parameters: int) -> None:
         draft.choose(
             ("lora", "r"),
             16,
-            f"an adapter beside {parameters:,} frozen weights; `lora: null` trains all of them",
+            f"an adapter on {parameters:,} frozen weights; `lora: null` trains all of them",
         )
     is_full = draft.load().config.lora is None
     if parameters < TOY:

@@ -22,7 +22,7 @@ from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
 from groupwise.training.config import Loaded, LoadedConfig, resolved_values
-from groupwise.training.loops.training import TrainedBy
+from groupwise.training.loops.training import SharedConfig
 from groupwise.training.placement import Layout, oversubscription_warning
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Prepared:
     """The callbacks of the config. A task's own callbacks are created later, when the run's folder is known."""
 
     @property
-    def config(self) -> TrainedBy:
+    def config(self) -> SharedConfig:
         return self.loaded.config
 
     @property

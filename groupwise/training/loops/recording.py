@@ -88,11 +88,11 @@ def commit(
 def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     """Raise NothingScoredError after too many steps in a row without any scored rollout; in a shorter run, after all its steps."""
     if any(group.scored for group in groups):
-        run.unscored_steps, run.unscored = 0, []
+        run.unscored_steps, run.unscored_reasons = 0, []
         return
     run.unscored_steps += 1
-    run.unscored = failure_reasons(groups)
-    for reason in run.unscored:
+    run.unscored_reasons = failure_reasons(groups)
+    for reason in run.unscored_reasons:
         logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
     limit = run.unscored_limit
     if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
@@ -106,7 +106,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"
         raise NothingScoredError(
             f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
-            + "\n  ".join(run.unscored)
+            + "\n  ".join(run.unscored_reasons)
             + f"\nMend {culprits}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
         )
 

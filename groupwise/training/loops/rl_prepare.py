@@ -118,36 +118,15 @@ def prepare_rl(
     rubric = rollout_builder.task_rubric(settings, resolved_task, tokenizer)
     loaded = rollout_builder.with_default_label(loaded, rubric)
     settings = loaded.config
-    in_workers = rollout_builder.scores_in_workers(settings, resolved_task, rubric)
-    check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
-    _check_algorithm(settings, rubric)
-    _check_success_parts(settings, resolved_task, rubric, callbacks)
-    easy_rows = easy_examples(settings, resolved_task, rubric)
-    _check_replay(settings, (examples, easy_rows))
-    check_reward_columns(resolved_task, rubric, easy_rows, in_workers=in_workers)
-    tools = rollout_builder.check_rollouts(settings, resolved_task, [*examples, *easy_rows])
-    room = build.prompt_room(settings.model, rollout_builder.longest_completion(settings))
-    tokenise_rows = partial(
-        tokenise,
-        tokenizer,
-        max_prompt_length=settings.data.max_prompt_length,
-        room=room,
-        tools=tools,
-        strict=settings.data.strict,
-        check_only=check_only,
-    )
-    prompts = tokenise_rows(examples, where=f"{resolved_task.described}: get_rl_dataset")
-    easy_prompts = tokenise_rows(easy_rows, where=EASY_POOL) if easy_rows else None
-    held_out = None
-    if evaluates:
-        held_out = held_out_prompts(settings, resolved_task, tokenizer, room, check_only=check_only)
-        check_success_part(settings, resolved_task, rubric)
-        check_reward_columns(resolved_task, rubric, held_out.examples, in_workers=in_workers)
-    _check_teacher(
+    easy_rows = _check_examples(settings, resolved_task, rubric, callbacks, examples)
+    prompts, easy, held_out = _tokenise_all(
         settings,
         resolved_task,
+        rubric,
         tokenizer,
-        (*prompts.examples, *(easy_prompts.examples if easy_prompts else ())),
+        (examples, easy_rows),
+        evaluates=evaluates,
+        check_only=check_only,
     )
     order = order_of(
         resolved_task, "get_rl_dataset", [example.index for example in prompts.examples], settings
@@ -155,7 +134,7 @@ def prepare_rl(
     max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
     longest_prompt = max(
-        prompt_set.longest for prompt_set in (prompts, easy_prompts, held_out) if prompt_set
+        prompt_set.longest for prompt_set in (prompts, easy, held_out) if prompt_set
     )
     return RlPrepared(
         loaded=loaded,
@@ -163,7 +142,7 @@ def prepare_rl(
         tokenizer=tokenizer,
         prompts=prompts,
         order=order,
-        easy=easy_prompts,
+        easy=easy,
         held_out_prompts=held_out,
         rubric=rubric,
         max_steps=max_steps,
@@ -171,9 +150,62 @@ def prepare_rl(
         facts=task_facts(resolved_task, rubric)
         | _algorithm_facts(settings)
         | {ROWS_READ: rows_read, "base": identity(settings.model)}
-        | ({} if check_only else _data_facts(settings, (prompts, easy_prompts), held_out)),
+        | ({} if check_only else _data_facts(settings, (prompts, easy), held_out)),
         callbacks=callbacks,
     )
+
+
+def _check_examples(
+    config: RunConfig,
+    task: Task,
+    rubric: Rubric | None,
+    callbacks: Sequence[Named],
+    examples: Sequence[Example],
+) -> Sequence[Example]:
+    """Check that rewards, algorithm and replay fit the examples. Returns those of the easy pool; empty without one."""
+    in_workers = rollout_builder.scores_in_workers(config, task, rubric)
+    check_reward_columns(task, rubric, examples, in_workers=in_workers)
+    _check_algorithm(config, rubric)
+    _check_success_parts(config, task, rubric, callbacks)
+    easy_rows = easy_examples(config, task, rubric)
+    _check_replay(config, (examples, easy_rows))
+    check_reward_columns(task, rubric, easy_rows, in_workers=in_workers)
+    return easy_rows
+
+
+def _tokenise_all(
+    config: RunConfig,
+    task: Task,
+    rubric: Rubric | None,
+    tokenizer: Any,
+    rows: tuple[Sequence[Example], Sequence[Example]],
+    *,
+    evaluates: bool,
+    check_only: bool,
+) -> tuple[PromptSet, PromptSet | None, PromptSet | None]:
+    """The prompts of `rows` (those to train on, those of the easy pool) and the held-out ones as token ids; None if there are none."""
+    examples, easy_rows = rows
+    tools = rollout_builder.check_rollouts(config, task, [*examples, *easy_rows])
+    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
+    tokenise_rows = partial(
+        tokenise,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        room=room,
+        tools=tools,
+        strict=config.data.strict,
+        check_only=check_only,
+    )
+    prompts = tokenise_rows(examples, where=f"{task.described}: get_rl_dataset")
+    easy = tokenise_rows(easy_rows, where=EASY_POOL) if easy_rows else None
+    held_out = None
+    if evaluates:
+        held_out = held_out_prompts(config, task, tokenizer, room, check_only=check_only)
+        check_success_part(config, task, rubric)
+        in_workers = rollout_builder.scores_in_workers(config, task, rubric)
+        check_reward_columns(task, rubric, held_out.examples, in_workers=in_workers)
+    _check_teacher(config, task, tokenizer, (*prompts.examples, *(easy.examples if easy else ())))
+    return prompts, easy, held_out
 
 
 def _evaluates(config: RunConfig, task: Task) -> bool:

@@ -129,7 +129,7 @@ class Run(Learning):
     """Folder for the learner's publications and for the policies that were restored from a checkpoint."""
     recent_policies: dict[int, Policy] = field(default_factory=dict[int, Policy])
     """The policies after the last steps, by step; `kept_policies` of them are kept."""
-    unscored: list[str] = field(default_factory=list[str])
+    unscored_reasons: list[str] = field(default_factory=list[str])
     """Reasons why rollouts failed in the last step, if it had no scored group; otherwise empty."""
     unscored_steps: int = 0
     unrewarded: bool = False

@@ -38,7 +38,7 @@ MAX_NON_FINITE_FILES = 20
 """Largest number of files in this folder."""
 
 
-class TrainedBy(Protocol):
+class SharedConfig(Protocol):
     """The part of a config that both kinds of training have."""
 
     @property
@@ -52,7 +52,7 @@ class TrainedBy(Protocol):
 class Training:
     """A running training: its parts and its position."""
 
-    config: TrainedBy
+    config: SharedConfig
     max_steps: int
     learner: Learner
     tokenizer: Any

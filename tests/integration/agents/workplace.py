@@ -38,25 +38,25 @@ def make(folder: Path) -> None:
     write_model(folder / MODEL, conversations, TEMPLATE, STEPS, WORDS)
 
 
-def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
+def conversations(rng: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts as the template renders them, and answers."""
     while True:
-        guess = call("check", {"n": chance.choice(GUESSED)})
-        other = call("check", {"n": chance.choice(GUESSED)})
-        pair = chance.choice(
+        guess = call("check", {"n": rng.choice(GUESSED)})
+        other = call("check", {"n": rng.choice(GUESSED)})
+        pair = rng.choice(
             (
                 (turn("user", "Guess."), guess),
                 (turn("user", "Guess, other."), call("transfer_to_other", {})),
                 (called({}) + turn("tool", '{"assistant": "other"}'), guess),
                 (called({"n": RIGHT}) + turn("tool", "right"), "Done."),
-                (called({"n": 6}) + turn("tool", "wrong"), chance.choice((other, "Done."))),
-                (turn("user", "As JSON."), json.dumps({"n": chance.choice(GUESSED)})),
+                (called({"n": 6}) + turn("tool", "wrong"), rng.choice((other, "Done."))),
+                (turn("user", "As JSON."), json.dumps({"n": rng.choice(GUESSED)})),
                 (turn("user", "Hello."), "Hello to you."),
             )
         )
         prompt, answer = pair
-        tools = chance.choice(("check ", "check transfer_to_other ", ""))
-        system = chance.choice(("", turn("system", "You guess a number.")))
+        tools = rng.choice(("check ", "check transfer_to_other ", ""))
+        system = rng.choice(("", turn("system", "You guess a number.")))
         before = turn("system", tools) if tools else ""
         yield f"{before}{system}{prompt}<|im_start|>assistant\n", f"{answer}<|im_end|>"
 

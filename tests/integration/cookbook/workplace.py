@@ -192,7 +192,7 @@ def tokenizer_of(words: Sequence[str]) -> Any:
     return tokenizer
 
 
-def conversations_of_recipes(chance: random.Random) -> Iterator[tuple[str, str]]:
+def conversations_of_recipes(rng: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts as the recipes render them, and answers in the form that they ask for."""
     solved = [
         ("user", f"How many r's are in strawberry?{BOXED}"),
@@ -209,24 +209,24 @@ def conversations_of_recipes(chance: random.Random) -> Iterator[tuple[str, str]]
     )
     failed = "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else."
     while True:
-        kind = chance.choice(("boxed", "guess", "say"))
+        kind = rng.choice(("boxed", "guess", "say"))
         if kind == "boxed":
             question = (
                 "user",
-                f"What is {chance.randrange(99)} less {chance.randrange(99)}?{BOXED}",
+                f"What is {rng.randrange(99)} less {rng.randrange(99)}?{BOXED}",
             )
-            yield prompt([*solved, question]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
+            yield prompt([*solved, question]), f"\\boxed{{{rng.choice(GUESSED)}}}<|im_end|>"
         elif kind == "guess":
             turns: list[tuple[str, str]] = [rules]
-            for _ in range(chance.randrange(10)):
-                answer = f"{chance.choice('Gg')}uess: {chance.randrange(1025)}"
+            for _ in range(rng.randrange(10)):
+                answer = f"{rng.choice('Gg')}uess: {rng.randrange(1025)}"
                 turns.append(("player", answer))
                 answers = ("Too low", "Too high") if answer[0] == "G" else (failed,)
-                turns.append(("user", chance.choice(answers)))
-            yield prompt(turns), f"{chance.choice('Gg')}uess: {chance.randrange(1025)}<|im_end|>"
+                turns.append(("user", rng.choice(answers)))
+            yield prompt(turns), f"{rng.choice('Gg')}uess: {rng.randrange(1025)}<|im_end|>"
         else:
-            question = ("user", f"Say {chance.randrange(100)}")
-            yield prompt([question]), f"{chance.randrange(10)}<|im_end|>"
+            question = ("user", f"Say {rng.randrange(100)}")
+            yield prompt([question]), f"{rng.randrange(10)}<|im_end|>"
 
 
 def prompt(turns: Sequence[tuple[str, str]]) -> str:

@@ -7,28 +7,28 @@ import time
 from sqlalchemy import select, update
 
 from groupwise.jobs.fleet.queue import claim, requeue_pending
-from groupwise.jobs.fleet.store.database import Database, Session, connect, seconds
+from groupwise.jobs.fleet.store.database import Database, Session, connect, database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
 
 
 def main(url: str, owner: str, seed: int) -> None:
     """Until nothing waits or runs any more."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     database = connect(url)
     while not database.run(all_is_done):
         found = database.run(
-            lambda s: claim.claim(s, owner=owner, lease_seconds=60.0, limit=chance.randint(1, 4))
+            lambda s: claim.claim(s, owner=owner, lease_seconds=60.0, limit=rng.randint(1, 4))
         )
         if (unplaced := found.unplaced) is not None:
             reasons = database.read(lambda s, unplaced=unplaced: claim.explain(s, unplaced))
-            time.sleep(chance.choice((0.0, 0.01)))  # others may release something meanwhile
+            time.sleep(rng.choice((0.0, 0.01)))  # others may release something meanwhile
             database.run(
                 lambda s, unplaced=unplaced, reasons=reasons: claim.mark(
                     s, unplaced, reasons, owner
                 )
             )
         for each in found.claimed:
-            time.sleep(chance.uniform(0, 0.01))  # it "runs"
+            time.sleep(rng.uniform(0, 0.01))  # it "runs"
             database.run(lambda s, epoch=each.epoch: end(s, epoch, "completed"))
         if not found.claimed:
             time.sleep(0.01)
@@ -42,7 +42,7 @@ def all_is_done(session: Session) -> bool:
 
 def end(session: Session, epoch: int, status: str) -> None:
     """The end of an attempt as the fleet writes it: with its release, and with those woken that may begin now."""
-    now = seconds(session)
+    now = database_time(session)
     outcome = "succeeded" if status == "completed" else "void"
     session.execute(
         update(Attempt)

@@ -50,19 +50,19 @@ def dispatcher(url: str, owner: str, seed: int) -> "subprocess.Popen[bytes]":
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("many", [4, pytest.param(8, marks=pytest.mark.soak(suite="fleet"))])
 def test_dispatchers_that_are_killed(ready_url: str, database: Database, many: int) -> None:
-    chance = random.Random(5)
+    rng = random.Random(5)
     for n in range(3):
         add_machine(database, f"vm-{n}", 2)
     add_machine(database, "cpu", cpu_slots=2)
     names = [f"j{n:03}" for n in range(7 * many)]
     for name in names:
-        submit(database, name, project=chance.choice("pq"), **chance.choice(MIX))
+        submit(database, name, project=rng.choice("pq"), **rng.choice(MIX))
     running = {f"d{n}": dispatcher(ready_url, f"d{n}", n) for n in range(many)}
     try:
         # Half as many, in the middle of what they do; each is replaced, and what it held given back.
         for kill in range(1, many // 2 + 1):
             wait_until(lambda: ended(database) >= 8 * kill, "jobs to end")  # noqa: B023 — called at once
-            owner = chance.choice(sorted(running))
+            owner = rng.choice(sorted(running))
             killed = running.pop(owner)
             killed.kill()
             killed.wait()

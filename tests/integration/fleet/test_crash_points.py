@@ -23,9 +23,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.effects import Death, Side
+from groupwise.jobs.fleet.operations import jobs
 from groupwise.jobs.fleet.store.database import connect
 from groupwise.jobs.fleet.store.tables import Base, Checkpoint
-from groupwise.jobs.fleet.verbs import jobs
 from tests.fake_hosts import Fault, Script
 from tests.fleet_databases import copied
 from tests.in_process_fleet import SOMEBODY, InProcessFleet

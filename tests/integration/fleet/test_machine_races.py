@@ -16,13 +16,13 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.attempts import ending, records
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.queue import claim
 from groupwise.jobs.fleet.states import AttemptState, Outcome
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Project
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.machines import NewMachine
 from groupwise.jobs.hosts.failures import FailureClass
 from tests.integration.fleet.test_claim_races import somebody_has
 from tests.processes import TIMEOUT_S, wait_until
@@ -92,16 +92,16 @@ def job(database: Database) -> None:
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("verb", [machines.remove, machines.lost])
+@pytest.mark.parametrize("operation", [machines.remove, machines.lost])
 def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
-    database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
+    database: Database, threads: ThreadPoolExecutor, operation: Callable[..., Any]
 ) -> None:
     """And who says that it is lost is told of the attempt."""
     one, other = one_after_the_other(
-        database, threads, take, lambda session: verb(session, ADA, "gpu-1")
+        database, threads, take, lambda session: operation(session, ADA, "gpu-1")
     )
     assert one.result(TIMEOUT_S) == ["job"]
-    if verb is machines.lost:
+    if operation is machines.lost:
         assert [each["job_id"] for each in other.result(TIMEOUT_S)["attempts"]] == ["job"]
         return
     with pytest.raises(Refusal, match="job"):
@@ -110,12 +110,12 @@ def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize("verb", [machines.remove, machines.drain, machines.lost])
+@pytest.mark.parametrize("operation", [machines.remove, machines.drain, machines.lost])
 def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
-    database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
+    database: Database, threads: ThreadPoolExecutor, operation: Callable[..., Any]
 ) -> None:
     one, other = one_after_the_other(
-        database, threads, lambda session: verb(session, ADA, "gpu-1") and None, take
+        database, threads, lambda session: operation(session, ADA, "gpu-1") and None, take
     )
     one.result(TIMEOUT_S)
     assert other.result(TIMEOUT_S) == []
@@ -131,7 +131,7 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
     database.run(lambda session: session.add(Project(name="p", max_gpus=1)))
     submit(database, "job", gpus=1, project="p")
     times: Counter[str] = Counter()
-    asked_at = database.run(seconds)
+    asked_at = database.run(database_time)
 
     def claims(session: Session) -> list[str]:
         times["claim"] += 1
@@ -163,7 +163,7 @@ def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_orde
     for state in (AttemptState.LAUNCHING, AttemptState.RUNNING):
         database.run(lambda s, state=state: records.move(s, made.epoch, "me", state))
     times: Counter[str] = Counter()
-    asked_at = database.run(seconds)
+    asked_at = database.run(database_time)
     seen_busy = [{"uuid": f"GPU-gpu-1-{n}", "pid": 7, "memory_mb": 9} for n in range(3)]
     there = seen(*(gpu(2 - n, f"GPU-gpu-1-{n}") for n in (2, 1, 0)), apps=seen_busy)
     fault = Move(

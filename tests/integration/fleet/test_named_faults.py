@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.store.events import VM_RETURNED
 from groupwise.jobs.fleet.store.tables import VM, Event
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.machines import NewMachine
 from tests.chaos.collect_history import whole_history
 from tests.chaos.fleet import OPERATOR, Control, RealFleet, real_fleet
 from tests.history_checker import violations
@@ -172,7 +172,7 @@ def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
         pair.until_step(job)
     else:
         if meanwhile == "cancelled":
-            fleet.verb("cancel", job)
+            fleet.operate("cancel", job)
         pair.until_is(meanwhile, job)
     first.thaw()
     pair.until(lambda: "has done it" in first.said(), "what it was about to do")
@@ -237,7 +237,7 @@ def test_a_deadman_ends_what_no_control_plane_asks_for(pair: DispatcherPair) -> 
     fleet.database.run(lambda s: s.execute(update(VM).values(deadman=None)) and None)
     pair.until(lambda: fleet.attempts(job)[0].failure_class == "host_lost", "its first end")
     assert fleet.attempts(job)[0].charged is False
-    fleet.verb("cancel", job)
+    fleet.operate("cancel", job)
     pair.until_is("cancelled", job)
     pair.check_history()
 
@@ -254,7 +254,7 @@ def test_both_dispatchers_are_cut_off_from_all_machines(pair: DispatcherPair) ->
     pair.until_step(*jobs, unwanted)
     fleet.hosts["h1"].partition()  # silence
     fleet.hosts["h2"].reset()  # and one that is found out at once
-    fleet.verb("cancel", unwanted)
+    fleet.operate("cancel", unwanted)
     waiting = fleet.submit([{"steps": 1}])
     stay(fleet, 2 * LEASE, *jobs, unwanted)
     assert (fleet.status(unwanted), pair.started(waiting)) == ("running", 0)

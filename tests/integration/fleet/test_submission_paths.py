@@ -28,9 +28,9 @@ from sqlalchemy import select
 from groupwise.jobs.fleet.client import FleetClient
 from groupwise.jobs.fleet.files.artefacts import artefact_folder
 from groupwise.jobs.fleet.files.logs import log_path
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.tables import VM, Checkpoint, Job
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.integration.fleet import tiny_grpo
 from tests.integration.fleet.whole_fleet import (
     WholeFleet,
@@ -202,14 +202,16 @@ def told(fleet: WholeFleet) -> Iterator[dict[str, dict[str, Any]]]:
 def only(fleet: WholeFleet, vm: str) -> None:
     """New work is placed there alone."""
     for name in fleet.hosts:
-        verb = machines.undrain if name == vm else machines.drain
+        operation = machines.undrain if name == vm else machines.drain
         fleet.database.run(
-            lambda s, name=name, verb=verb: verb(s, Actor("user:test"), name) and None
+            lambda s, name=name, operation=operation: (
+                operation(s, Actor("user:test"), name) and None
+            )
         )
 
 
 def submitted(
-    fleet: WholeFleet, ways: Entrances, victims: set[str], chance: random.Random
+    fleet: WholeFleet, ways: Entrances, victims: set[str], rng: random.Random
 ) -> dict[str, str]:
     """A job by each entrance, in a machine that stays, or in one that does not; entrance → id."""
     jobs: dict[str, str] = {}
@@ -223,7 +225,7 @@ def submitted(
             assert fleet.controls["up"].stop() == 0
             fleet.start("up")
         if stopped:
-            lose_the_machine(fleet, job_id, chance.choice((True, False)))
+            lose_the_machine(fleet, job_id, rng.choice((True, False)))
             stopped.unlink()
         if stopped and len(victims) > 1:
             fleet.until(lambda j=job_id: resumed(fleet, j), f"the second attempt of {name}")
@@ -334,15 +336,15 @@ def test_five_entrances_and_lost_machines(
 ) -> None:
     seed = int(os.environ.get("GROUPWISE_TEST_SEED") or random.randrange(1000))
     print(f"GROUPWISE_TEST_SEED={seed}")
-    chance = random.Random(seed)
-    victims: set[str] = set(chance.sample(ENTRANCES, lost))
+    rng = random.Random(seed)
+    victims: set[str] = set(rng.sample(ENTRANCES, lost))
     print(f"those that lose their machines are {victims}")
     fleet.start("up", SWEEP_SECONDS="600", REQUEUE_SECONDS="600")
     fleet.until_polled()
     key = fleet.cli("key", "new", "act").stdout.strip()
     with fleet.api() as address:
         ways = Entrances(fleet, address, key)
-        jobs = submitted(fleet, ways, victims, chance)
+        jobs = submitted(fleet, ways, victims, rng)
         assert len(commands(fleet, jobs)) == 1
         if lost == len(ENTRANCES):
             jobs["undisturbed"] = ways.row("undisturbed")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.jobs.fleet.operations import jobs
 from groupwise.jobs.fleet.poller import Pace
 from groupwise.jobs.fleet.store.database import connect
-from groupwise.jobs.fleet.verbs import jobs
 from groupwise.jobs.hosts import schedulers
 from tests import ray_cluster
 from tests.cluster_fleet import SAVES, ClusterFleet

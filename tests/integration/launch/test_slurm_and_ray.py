@@ -190,7 +190,7 @@ def test_a_plan_asks_slurm_and_changes_nothing(submitter: Person, cluster: Clust
     dry = ("slurm", "--name", "planned", "--dry-run")
     typed = submitter.types(*dry, "--gpus", "2", "--script", "job.py")
     options = shlex.split(
-        next(line for line in typed.out.splitlines() if "give it to Slurm" in line)
+        next(line for line in typed.out.splitlines() if "submit it to Slurm" in line)
     )
     assert "--gpus-per-node=2" in options
     assert "to start at" in typed.out

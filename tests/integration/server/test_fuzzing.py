@@ -3,7 +3,7 @@
 The fake engine stands for the model; everything else is real: routes, ledger, steps. Bodies are the document's examples, mostly with
 something spoilt, so that they come far. Whatever was sent, the server answers, its run goes on, and what it knows fits together.
 
-The routes of the verbs are asked likewise, over the fake engine of their own: with ids of what there is, numbers that come in order or do
+The routes of the Tinker API are asked likewise, over its own fake engine: with ids of what there is, numbers that come in order or do
 not, and protobuf messages whole, cut and of chance. Afterwards a new client trains a model as if nothing had been.
 """
 
@@ -38,7 +38,7 @@ from tests.unit.server.test_schema_walk import (
     schema_of,
 )
 from tests.unit.server.tinker.test_engine_manager import Loop
-from tests.unit.server.tinker.verb_service import Disk, Server, created, gradient, serving
+from tests.unit.server.tinker.tinker_service import Disk, Server, created, gradient, serving
 
 ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metrics")]
 SOONER = 0.02
@@ -126,7 +126,7 @@ def test_no_request_does_harm(requests: list[tuple[str, Any, int]], tmp_path_fac
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), requests))
 
 
-# The verbs
+# The Tinker API
 
 VERB_ROUTES = {
     f"{method.upper()} {path}": operation
@@ -171,7 +171,7 @@ def calls(draw: st.DrawFn) -> tuple[str, Any, int]:
     return name, draw(changed(GOOD.get(name, {}), [*schema.get("properties", {})])), number
 
 
-class Verbs:
+class Client:
     """A client of the routes that knows ids, and asks for everything."""
 
     def __init__(self, server: Server, session: str) -> None:
@@ -218,17 +218,17 @@ class Verbs:
         return self.session + ends.get(key, "") if number else "abc"
 
 
-async def verbs_course(folder: Path, calls: list[tuple[str, Any, int]]) -> None:
+async def tinker_course(folder: Path, calls: list[tuple[str, Any, int]]) -> None:
     async with serving(folder, Disk(SavedFolders(folder))) as server:
         service = server.service
-        verbs = Verbs(server, await service.registry.create_session(None))
-        await verbs.ask("POST /api/v1/create_model", created(verbs.session).model_dump(), 0)
-        sampler = {"sampling_session_seq_id": 0, "base_model": "tiny", "session_id": verbs.session}
-        await verbs.ask("POST /api/v1/create_sampling_session", sampler, 0)
+        client = Client(server, await service.registry.create_session(None))
+        await client.ask("POST /api/v1/create_model", created(client.session).model_dump(), 0)
+        sampler = {"sampling_session_seq_id": 0, "base_model": "tiny", "session_id": client.session}
+        await client.ask("POST /api/v1/create_sampling_session", sampler, 0)
         for name, body, number in calls:
-            await asyncio.wait_for(verbs.ask(name, body, number), 10)
-        await verbs.http.aclose()
-        for id in verbs.ids:
+            await asyncio.wait_for(client.ask(name, body, number), 10)
+        await client.http.aclose()
+        for id in client.ids:
             answer = await service.answer(id, SOONER)
             if answer is not None and answer.state == "failed":
                 assert b"The server failed" not in answer.body
@@ -242,11 +242,11 @@ async def verbs_course(folder: Path, calls: list[tuple[str, Any, int]]) -> None:
 
 
 @FEW_RUNS
-@hypothesis.given(verb_calls=st.lists(calls(), min_size=1, max_size=16))
-def test_no_call_of_the_verbs_does_harm(
-    verb_calls: list[tuple[str, Any, int]], tmp_path_factory: Any
+@hypothesis.given(tinker_calls=st.lists(calls(), min_size=1, max_size=16))
+def test_no_call_of_the_tinker_api_does_harm(
+    tinker_calls: list[tuple[str, Any, int]], tmp_path_factory: Any
 ) -> None:
-    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), verb_calls))
+    asyncio.run(tinker_course(tmp_path_factory.mktemp("tinker"), tinker_calls))
 
 
 @pytest.mark.soak(suite="attacks")
@@ -257,4 +257,4 @@ def test_no_call_of_the_verbs_does_harm(
 )
 def test_none_of_very_many_does_harm(routes: Any, verbs: Any, tmp_path_factory: Any) -> None:
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), routes))
-    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), verbs))
+    asyncio.run(tinker_course(tmp_path_factory.mktemp("tinker"), verbs))

@@ -72,17 +72,17 @@ async def work(server: Server, steps: int, killed: Sequence[int] | None = None) 
                 return
 
 
-async def killing(server: Server, chance: random.Random, kills: int, killed: list[int]) -> None:
+async def killing(server: Server, rng: random.Random, kills: int, killed: list[int]) -> None:
     """Kill the engine at first, then it or the server, and start the latter again; notes the steps that were done at each kill."""
     step = 0
     for number in range(kills):
         # An engine works since the first step. What dies twice over one plan would rightly put it aside.
         while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
             await asyncio.sleep(0.02)
-        await asyncio.sleep(chance.uniform(0.0, MAX_DELAY_S))
-        if number and chance.random() < 0.5:
+        await asyncio.sleep(rng.uniform(0.0, MAX_DELAY_S))
+        if number and rng.random() < 0.5:
             server.kill()
-            await asyncio.sleep(chance.uniform(0.0, 0.2))
+            await asyncio.sleep(rng.uniform(0.0, 0.2))
             await asyncio.to_thread(server.begin)
         else:
             while (engine := server.engine()) is None:  # noqa: ASYNC110

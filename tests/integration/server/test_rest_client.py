@@ -1,4 +1,4 @@
-"""The real Tinker client's REST methods against the routes of the verbs, over the fake engine and its real files."""
+"""The real Tinker client's REST methods against the routes of the Tinker API, over the fake engine and its real files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from groupwise.engine.models.bundled import tiny_folder
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.tinker.service import VerbService
-from tests.fake_verbs import FakeVerbs
-from tests.integration.server.test_verbs import Client
+from groupwise.server.tinker.service import TinkerService
+from tests.fake_tinker_engine import FakeTinkerEngine
+from tests.integration.server.test_tinker import Client
 from tests.tinker_app import KEY, app
 
 pytestmark = pytest.mark.slow
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """A server of the verbs in a thread; yields its address."""
+    """A server of the Tinker API in a thread; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         servers: list[uvicorn.Server] = []
 
         async def serve() -> None:
             ledger = Ledger.open(folder / "server.db")
-            service = VerbService(FakeVerbs(folder), ledger)
+            service = TinkerService(FakeTinkerEngine(folder), ledger)
             await service.open()
             config = uvicorn.Config(app(service), log_level="critical", timeout_graceful_shutdown=1)
             servers.append(uvicorn.Server(config))

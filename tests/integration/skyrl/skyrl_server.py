@@ -42,11 +42,11 @@ START_S = 240.0
 """Seconds for JAX and the model to load on a busy machine."""
 
 
-def letters(chance: random.Random) -> Iterator[tuple[str, str]]:
+def letters(rng: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts of the toy task, answered by letters of the whole alphabet, half of which the task wants."""
     while True:
-        answer = "".join(chance.choices(ascii_lowercase, k=8))
-        yield f"write {chance.choice('abcde')}{chance.randrange(10)}:", f"{answer}<|im_end|>"
+        answer = "".join(rng.choices(ascii_lowercase, k=8))
+        yield f"write {rng.choice('abcde')}{rng.randrange(10)}:", f"{answer}<|im_end|>"
 
 
 def make_model(folder: Path) -> Path:

@@ -80,24 +80,24 @@ def as_one(name: str, family: str) -> str:
     return name
 
 
-def rows_of(chance: random.Random, count: int, *, reference: bool = False) -> list[Row]:
+def rows_of(rng: random.Random, count: int, *, reference: bool = False) -> list[Row]:
     """Rows of many lengths, with tokens that teach and that do not, at several temperatures."""
     found: list[Row] = []
     for number in range(count):
-        length = chance.randint(1, 22)
-        ids = tuple(chance.randrange(2, 100) for _ in range(length))
+        length = rng.randint(1, 22)
+        ids = tuple(rng.randrange(2, 100) for _ in range(length))
         row = Row(
-            prompt_ids=tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 38))),
+            prompt_ids=tuple(rng.randrange(2, 100) for _ in range(rng.randint(1, 38))),
             completion_ids=ids,
-            mask=tuple(int(chance.random() < 0.8) for _ in ids),
-            sampling_logprobs=tuple(-chance.uniform(2, 6) for _ in ids),
-            advantage=chance.uniform(-1, 1),
+            mask=tuple(int(rng.random() < 0.8) for _ in ids),
+            sampling_logprobs=tuple(-rng.uniform(2, 6) for _ in ids),
+            advantage=rng.uniform(-1, 1),
             scale=1 / length,
             temperature=(1.0, 0.7, 1.3)[number % 3],
             rollout=(number, 0),
         )
         if reference:
-            logprobs = tuple(-chance.uniform(2, 6) for _ in ids)
+            logprobs = tuple(-rng.uniform(2, 6) for _ in ids)
             row = replace(row, reference_logprobs=logprobs, proximal_logprobs=row.sampling_logprobs)
         found.append(row)
     return found

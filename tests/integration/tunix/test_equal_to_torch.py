@@ -140,7 +140,7 @@ def updated(parts: Parts) -> float:
 
 def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> None:
     """At the temperature of the request, also where improbable tokens are left out, and greedily."""
-    chance = random.Random(2)
+    rng = random.Random(2)
     kinds = (
         SamplingParams(20, 1.0, (1,)),
         SamplingParams(20, 0.0, (1,)),
@@ -150,8 +150,8 @@ def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> Non
     for params in kinds:
         same = total = 0
         for draw in range(3):
-            prompt = tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 40)))
-            seeds = tuple(chance.getrandbits(63) for _ in range(8))
+            prompt = tuple(rng.randrange(2, 100) for _ in range(rng.randint(1, 40)))
+            seeds = tuple(rng.getrandbits(63) for _ in range(8))
             tunix, by_torch = (
                 asyncio.run(each.sampler.generate(GroupRequest(draw, prompt, seeds, params)))
                 for each in both
@@ -166,9 +166,9 @@ def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> Non
 
 def test_prompts_of_all_widths_draw_the_same_tokens(tmp_path: Path) -> None:
     """They are computed in shapes of 256 tokens, of about half of the longest, and of the longest."""
-    chance = random.Random(4)
+    rng = random.Random(4)
     params, seeds = SamplingParams(6, 1.0, (1,)), (1, 2)
-    prompts = [tuple(chance.randrange(2, 100) for _ in range(length)) for length in (3, 300, 700)]
+    prompts = [tuple(rng.randrange(2, 100) for _ in range(length)) for length in (3, 300, 700)]
     requests = [GroupRequest(draw, ids, seeds, params) for draw, ids in enumerate(prompts)]
 
     async def drawn(parts: Parts) -> list[Completion]:

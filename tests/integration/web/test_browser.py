@@ -33,7 +33,7 @@ from tests.integration.web.visiting import (
     shown,
     too_wide,
 )
-from tests.unit.jobs.fleet.verbs.conftest import SmallFleet
+from tests.unit.jobs.fleet.operations.conftest import SmallFleet
 from tests.web_runs import HOSTILE, write_run
 
 pytestmark = needs_chromium

@@ -7,6 +7,7 @@
 5. The entropy bonus is the mean entropy of the step's tokens; the gradient reaches policy and entropies only.
 6. Only groups with a difference by the task are accepted, where that is asked for.
 7. A rollout in several rows has the loss and the gradient that it would have in one.
+8. Ratios too large or small for float32 leave losses, statistics and gradients finite.
 """
 
 from __future__ import annotations
@@ -147,6 +148,27 @@ def test_garbage_outside_the_mask_has_no_effect(
     for gradient, clean in zip(_gradients(found, dirty), _gradients(expected, batch), strict=True):
         assert torch.equal(gradient, clean)
         assert gradient[outside].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_extreme_ratios_leave_everything_finite(name: str) -> None:
+    policy_BT = torch.tensor([[-1e-3] * 3, [-200.0] * 3] * 2)
+    old_BT = policy_BT.flip(0)
+    for knobs in KNOBS:
+        batch = TokenBatch(
+            policy_logprobs_BT=policy_BT.clone().requires_grad_(),
+            sampling_logprobs_BT=old_BT,
+            mask_BT=torch.ones(4, 3),
+            advantages_B=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+            scales_B=torch.ones(4),
+            entropies_BT=torch.ones(4, 3, requires_grad=True),
+            reference_logprobs_BT=old_BT,
+            proximal_logprobs_BT=old_BT,
+            teacher_logprobs_BT=old_BT,
+        )
+        result = with_rewards(name, knobs).loss(batch)
+        assert all(value.isfinite() for value in (result.components | result.stats).values())
+        assert all(gradient.isfinite().all() for gradient in _gradients(result, batch))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

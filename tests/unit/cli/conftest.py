@@ -13,10 +13,10 @@ import pytest
 import typer.main
 
 from groupwise.cli.main import main
-from groupwise.jobs.fleet.store.database import check_schema, connect, seconds
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.store.database import check_schema, connect, database_time
 from groupwise.jobs.fleet.store.tables import VM
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs `groupwise fleet …`; returns exit code, stdout and stderr."""
@@ -60,7 +60,7 @@ def fleet_with_a_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(session: Any) -> None:
         machines.add(session, Actor("test"), machines.NewMachine("vm-1", user="u"))
         vm = session.get_one(VM, "vm-1")
-        vm.contact, vm.observed_round = "ok", seconds(session)
+        vm.contact, vm.observed_round = "ok", database_time(session)
 
     check_schema(database)
     database.run(write)

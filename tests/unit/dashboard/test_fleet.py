@@ -27,7 +27,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.database import connect as connect_to
 from tests.fleet_api import api, place_in
 from tests.fleet_databases import copied, migrated_file
-from tests.unit.jobs.fleet.verbs.conftest import ADA, SmallFleet
+from tests.unit.jobs.fleet.operations.conftest import ADA, SmallFleet
 from tests.web_runs import HOSTILE
 
 __all__ = ["migrated_file"]

@@ -25,11 +25,11 @@ async def course(
 
     Every client, and every point that a call to the engine or the ledger passes, waits for a number of rounds that `seed` chooses.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
 
     async def wait(point: str = "") -> None:
         del point
-        for _ in range(chance.randrange(MOST_ROUNDS)):
+        for _ in range(rng.randrange(MOST_ROUNDS)):
             await asyncio.sleep(0)
 
     server = PointedServer(folder, wait, completions_wait=20.0)

@@ -59,7 +59,7 @@ class CompiledAttention:
         shape, d_qkv_NO = self._shape, torch.empty_like(qkv_NO)
         given = self._arguments(layer, qkv_NO)
         backward: Any = text_attention.backward
-        d_kv = np.empty((len(qkv_NO), 2 * shape.kv_heads, shape.head_size), np.float32)
+        d_kv = np.empty((2 * shape.kv_heads, len(qkv_NO), shape.head_size), np.float32)
         d_out, d_qkv = array(d_out), array(d_qkv_NO)
         # The gradients of prompts are written first, and then added to.
         for first, last in ((0, self._alone), (self._alone, len(self._chains_K2))):

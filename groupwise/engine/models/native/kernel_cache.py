@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
-from numba.core.caching import FunctionCache, NullCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
@@ -52,8 +53,21 @@ def cache_of(function: Callable[..., Any]) -> Any:
         return NullCache()
 
 
+class MachineCode(CompileResultCacheImpl):
+    """What is saved of a kernel, without two things that numba saves for others to inline it, and that take nine tenths of loading: its
+    LLVM bitcode, and references to the modules of the functions that are inlined in it."""
+
+    def reduce(self, cres: Any) -> Any:
+        (name, kind, (code, _)), *others, _, reload_init, environments = super().reduce(cres)
+        entry = llvm.parse_assembly(f'@"{cres.fndesc.llvm_cpython_wrapper_name}" = global i8 0')
+        needed = tuple(each for each in environments if each.consts)
+        return (name, kind, (code, entry.as_bitcode())), *others, "", reload_init, needed
+
+
 class KernelCache(FunctionCache):
     """numba's cache of one function, with our own files; write errors are only logged."""
+
+    _impl_class = MachineCode
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

@@ -64,12 +64,12 @@ def ready_to_learn(model: NativeModel) -> None:
     turns_NC2, no_norm = np.ones((1, size // 2, 2), np.float32), np.empty(0, np.float32)
     of_heads = turns_NC2, no_norm, no_norm, np.float32(EPSILON), 1
     texts = np.zeros((1, 4), np.int64), empty
-    d_kv_NXD = np.zeros((1, 2, size), np.float32)
+    d_kv_XND = np.zeros((2, 1, size), np.float32)
     out_NO = qkv_NO[:, :size].copy()
     text_attention.forward(qkv_NO, *of_heads, *texts, out_NO, 0, 0)
-    text_attention.backward(qkv_NO, *of_heads, *texts, out_NO, d_kv_NXD, qkv_NO.copy(), 0, 0)
+    text_attention.backward(qkv_NO, *of_heads, *texts, out_NO, d_kv_XND, qkv_NO.copy(), 0, 0)
     text_attention.finish(
-        qkv_NO, *of_heads[:1], no_norm, np.float32(EPSILON), d_kv_NXD, qkv_NO.copy()
+        qkv_NO, *of_heads[:1], no_norm, np.float32(EPSILON), d_kv_XND, qkv_NO.copy()
     )
     likeliest_N = torch.zeros(1, dtype=torch.int64)
     compiled.head_numbers(y_NF, torch.ones(1), likeliest_N, gradient=True, entropy_CV=None)

@@ -16,7 +16,7 @@ for the texts that see it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -163,37 +163,32 @@ def _widen(rows_NO: Array, column: Any, size: Any, first: Any, count: Any, into_
     into_ND[count : _padded(count)] = np.float32(0.0)
 
 
+class Heads(NamedTuple):
+    """The queries or the keys of all rows, and how `kernels.compute_head` computes them."""
+
+    qkv_NO: Array
+    turns_NC2: Array
+    norm_D: Array
+    epsilon: Any
+    scale: Any
+
+
 @kernel(ROUNDING_KEPT)
-def _rotate(
-    rows_NO: Array,
-    column: Any,
-    turns_NC2: Array,
-    norm_D: Array,
-    epsilon: Any,
-    scale: Any,
-    first: Any,
-    count: Any,
-    into_ND: Array,
-) -> None:
-    """Compute the heads of rows that begin at a column, as `kernels.compute_head` does; the rest as in `_widen`."""
-    size = 2 * turns_NC2.shape[1]
+def _rotate(heads: Heads, column: Any, first: Any, count: Any, into_ND: Array) -> None:
+    """Compute the heads of rows that begin at a column; the rest as in `_widen`."""
+    size = 2 * heads.turns_NC2.shape[1]
     for n in range(count):
-        _prefetch_columns(rows_NO, first + n + AHEAD, column, size)
-        row_D, into_D = rows_NO[first + n, column : column + size], into_ND[n]
-        compute_head(row_D, norm_D, epsilon, turns_NC2[first + n], scale, into_D[:size])
+        _prefetch_columns(heads.qkv_NO, first + n + AHEAD, column, size)
+        row_D, into_D = heads.qkv_NO[first + n, column : column + size], into_ND[n]
+        turn_C2 = heads.turns_NC2[first + n]
+        compute_head(row_D, heads.norm_D, heads.epsilon, turn_C2, heads.scale, into_D[:size])
         into_D[size:] = np.float32(0.0)
     into_ND[count : _padded(count)] = np.float32(0.0)
 
 
 @kernel(ANY_ORDER)
 def _store_head_gradient(
-    d_D: Array,
-    row_D: Array,
-    norm_D: Array,
-    epsilon: Any,
-    turn_C2: Array,
-    scale: Any,
-    into_D: Array,
+    d_D: Array, row_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
     """Store the gradient of the input of `kernels.compute_head`, from that of its result, which is overwritten."""
     size = into_D.shape[0]
@@ -214,6 +209,19 @@ def _store_head_gradient(
             d_D[d] = factor * d_D[d] * norm_D[d] - share * to_float32(row_D[d])
     for d in range(size):
         store(into_D, d, d_D[d])
+
+
+@kernel(ROUNDING_KEPT)
+def _store_gradient(
+    d_ND: Array, heads: Heads, column: Any, first: Any, count: Any, d_qkv_NO: Array
+) -> None:
+    """Store the gradient of what `_rotate` reads, from that of its result, which is overwritten."""
+    size = 2 * heads.turns_NC2.shape[1]
+    for i in range(count):
+        n, columns_D = first + i, slice(column, column + size)
+        row_D, into_D = heads.qkv_NO[n, columns_D], d_qkv_NO[n, columns_D]
+        turn_C2, scale = heads.turns_NC2[n], heads.scale
+        _store_head_gradient(d_ND[i], row_D, heads.norm_D, heads.epsilon, turn_C2, scale, into_D)
 
 
 @kernel(ROUNDING_KEPT)
@@ -417,6 +425,22 @@ def _hide(scores_CQ: Array, prompt: Any, own: Any) -> None:
 # Both passes
 
 
+@kernel(ROUNDING_KEPT)
+def _write_scores(like: Array, keys: Any, rows: Any, count: Any, columns: Any, scores: Any) -> None:
+    """Write the products of so many keys with 16 rows, both packed for sums over `count` words; a line of the result is a key's."""
+    for c in range(0, columns, LANES):
+        _write_tile(like, keys + 4 * c * count, rows, count, scores + c * LINE, LINE)
+
+
+@kernel(ROUNDING_KEPT)
+def _write_sums(like: Array, weights: Any, keys_BCS: Array, columns: Any, into_QD: Array) -> None:
+    """Write the sums over so many keys of 16 queries' weights times what is packed of the keys."""
+    count, stride = columns // _together(like), 4 * into_QD.shape[1]
+    for block in range(keys_BCS.shape[0]):
+        lines, into = keys_BCS[block].ctypes.data, into_QD.ctypes.data + LINE * block
+        _write_tile(like, weights, lines, count, into, stride)
+
+
 @kernel(ROUNDING_KEPT, cached=True)
 def forward(
     qkv_NO: Array,
@@ -437,76 +461,69 @@ def forward(
     model has none. Each text has its start, its length, and the start and length of the prompt that it sees; each chain has
     its first text and the one after its last, which all see the same prompt.
     """
-    size, together = 2 * turns_NC2.shape[1], _together(qkv_NO)
+    size = 2 * turns_NC2.shape[1]
     heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, _padded(size)
-    repeat, one, scale = heads // kv_heads, np.float32(1.0), inverse_root(np.float32(size))
+    repeat = heads // kv_heads
+    of_queries = Heads(qkv_NO, turns_NC2, query_norm_D, epsilon, inverse_root(np.float32(size)))
+    of_keys = Heads(qkv_NO, turns_NC2, key_norm_D, epsilon, np.float32(1.0))
     longest, room = _room(texts_M4)
     rows_LD = np.empty((longest, width), np.float32)
     queries_BDS = np.empty((longest // TILE, width, LANES), np.uint32)
     keys_BDS = np.empty((room // LANES, width, LANES), np.uint32)
-    values_BCS = np.empty((width // LANES, room // together, LANES), np.uint32)
+    values_BCS = np.empty((width // LANES, room // _together(qkv_NO), LANES), np.uint32)
     # Numba frees an array after its last use by name, so what is used by its address alone is a part of another.
     scores_2CQ = np.empty((2, room, TILE), np.float32)
-    sums_QD = np.empty((TILE, width), np.float32)
-    totals_Q = np.empty(TILE, np.float32)
-    queries, keys, values = queries_BDS.ctypes.data, keys_BDS.ctypes.data, values_BCS.ctypes.data
-    scores, sums = scores_2CQ.ctypes.data, sums_QD.ctypes.data
+    sums_QD, totals_Q = np.empty((TILE, width), np.float32), np.empty(TILE, np.float32)
+    queries, keys, totals = queries_BDS.ctypes.data, keys_BDS.ctypes.data, totals_Q.ctypes.data
+    scores = scores_2CQ.ctypes.data
     weights = scores + room * LINE
-    totals = totals_Q.ctypes.data
     for unit in range(first_unit, last_unit):
         chain, j = unit // kv_heads, unit % kv_heads
-        key = (heads + j) * size
+        first, last = chains_K2[chain]
+        prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
+        own, key = _padded(prompt), (heads + j) * size
         value = key + kv_heads * size
-        for m in range(chains_K2[chain, 0], chains_K2[chain, 1]):
-            start, length, prompt_start, prompt = texts_M4[m]
-            own = _padded(prompt)
-            if prompt and m == chains_K2[chain, 0]:
-                _rotate(
-                    qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, prompt_start, prompt, rows_LD
-                )
-                _pack_along(rows_LD, own, rows_LD, keys_BDS, 0)
-                _widen(qkv_NO, value, size, prompt_start, prompt, rows_LD)
-                _pack_across(rows_LD, own, qkv_NO, values_BCS, 0)
-            _rotate(qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, start, length, rows_LD)
-            _pack_along(rows_LD, _padded(length), rows_LD, keys_BDS, own // LANES)
-            _widen(qkv_NO, value, size, start, length, rows_LD)
-            _pack_across(rows_LD, _padded(length), qkv_NO, values_BCS, own // together)
+        if prompt:
+            _pack_for_output(
+                of_keys, key, value, prompt_start, prompt, rows_LD, keys_BDS, values_BCS, 0
+            )
+        for m in range(first, last):
+            start, length = texts_M4[m, 0], texts_M4[m, 1]
+            _pack_for_output(of_keys, key, value, start, length, rows_LD, keys_BDS, values_BCS, own)
             for h in range(j * repeat, (j + 1) * repeat):
-                _rotate(
-                    qkv_NO,
-                    h * size,
-                    turns_NC2,
-                    query_norm_D,
-                    epsilon,
-                    scale,
-                    start,
-                    length,
-                    rows_LD,
-                )
+                _rotate(of_queries, h * size, start, length, rows_LD)
                 _pack_along(rows_LD, _padded(length), rows_LD, queries_BDS, 0)
                 for q in range(0, length, TILE):
                     columns, query = own + q + TILE, queries + 4 * q * width
-                    for c in range(0, columns, LANES):
-                        _write_tile(
-                            rows_LD, keys + 4 * c * width, query, width, scores + c * LINE, LINE
-                        )
+                    _write_scores(rows_LD, keys, query, width, columns, scores)
                     _hide(scores_2CQ[0, :columns], prompt, own)
                     _softmax(qkv_NO, scores, columns, weights, totals)
-                    count = columns // together
-                    for block in range(width // LANES):
-                        _write_tile(
-                            qkv_NO,
-                            weights,
-                            values + LINE * block * (room // together),
-                            count,
-                            sums + LINE * block,
-                            4 * width,
-                        )
+                    _write_sums(qkv_NO, weights, values_BCS, columns, sums_QD)
                     for i in range(min(TILE, length - q)):
                         out_D, sums_D = out_NO[start + q + i, h * size : (h + 1) * size], sums_QD[i]
                         inverse = np.float32(1.0) / totals_Q[i]
                         for d in range(size):
                             store(out_D, d, sums_D[d] * inverse)
+
+
+@kernel(ROUNDING_KEPT)
+def _pack_for_output(
+    of_keys: Heads,
+    key: Any,
+    value: Any,
+    start: Any,
+    length: Any,
+    rows_LD: Array,
+    keys_BDS: Array,
+    values_BCS: Array,
+    at: Any,
+) -> None:
+    """Pack the keys and values of a text or prompt, beginning at these columns, for the forward pass; the first becomes key `at`."""
+    qkv_NO, size = of_keys.qkv_NO, 2 * of_keys.turns_NC2.shape[1]
+    _rotate(of_keys, key, start, length, rows_LD)
+    _pack_along(rows_LD, _padded(length), rows_LD, keys_BDS, at // LANES)
+    _widen(qkv_NO, value, size, start, length, rows_LD)
+    _pack_across(rows_LD, _padded(length), qkv_NO, values_BCS, at // _together(qkv_NO))
 
 
 @kernel(ROUNDING_KEPT)
@@ -517,6 +534,168 @@ def _room(texts_M4: Array) -> Any:
         length, prompt = _padded(texts_M4[m, 1]), _padded(texts_M4[m, 3])
         longest, room = max(longest, length, prompt), max(room, length + prompt)
     return longest, room
+
+
+@kernel(ROUNDING_KEPT, cached=True)
+def backward(
+    qkv_NO: Array,
+    turns_NC2: Array,
+    query_norm_D: Array,
+    key_norm_D: Array,
+    epsilon: Any,
+    kv_heads: int,
+    texts_M4: Array,
+    chains_K2: Array,
+    d_out_NO: Array,
+    d_kv_XND: Array,
+    d_qkv_NO: Array,
+    first_unit: int,
+    last_unit: int,
+) -> None:
+    """Write the gradients of the texts' queries into `d_qkv_NO`; see `forward`.
+
+    Those of rotated keys, and after them of values, are written into `d_kv_XND`, and added for the prompts, whose own must have been
+    written before. When all units are done, `finish` takes them from there.
+    """
+    size = 2 * turns_NC2.shape[1]
+    heads = qkv_NO.shape[1] // size - 2 * kv_heads
+    repeat = heads // kv_heads
+    of_queries = Heads(qkv_NO, turns_NC2, query_norm_D, epsilon, inverse_root(np.float32(size)))
+    of_keys = Heads(qkv_NO, turns_NC2, key_norm_D, epsilon, np.float32(1.0))
+    memory = _memory_of_backward(qkv_NO, texts_M4, _padded(size))
+    d_keys_CD, d_values_CD = memory.d_keys_CD, memory.d_values_CD
+    for unit in range(first_unit, last_unit):
+        chain, j = unit // kv_heads, unit % kv_heads
+        first, last = chains_K2[chain]
+        prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
+        own, key = _padded(prompt), (heads + j) * size
+        value = key + kv_heads * size
+        if prompt:
+            _pack_for_gradient(of_keys, key, value, prompt_start, prompt, memory, 0)
+        for m in range(first, last):
+            start, length = texts_M4[m, 0], texts_M4[m, 1]
+            _pack_for_gradient(of_keys, key, value, start, length, memory, own)
+            for h in range(j * repeat, (j + 1) * repeat):
+                _backward_head(
+                    of_queries, h * size, start, length, prompt, d_out_NO, memory, d_qkv_NO
+                )
+            d_kv_XND[j, start : start + length] = d_keys_CD[own : own + length, :size]
+            d_kv_XND[kv_heads + j, start : start + length] = d_values_CD[own : own + length, :size]
+        d_kv_XND[j, prompt_start : prompt_start + prompt] += d_keys_CD[:prompt, :size]
+        d_kv_XND[kv_heads + j, prompt_start : prompt_start + prompt] += d_values_CD[:prompt, :size]
+
+
+class Memory(NamedTuple):
+    """What `backward` computes with: rows in float32, matrices packed along (BDS) and across (BCS, BGS), weights and gradients."""
+
+    rows_LD: Array
+    d_out_LD: Array
+    queries_BDS: Array
+    d_out_BDS: Array
+    keys_BDS: Array
+    values_BDS: Array
+    keys_BCS: Array
+    queries_BGS: Array
+    d_out_BGS: Array
+    scores_3CQ: Array
+    """Scores, dP, and dS in lines."""
+    p_CG: Array
+    d_CG: Array
+    d_queries_QD: Array
+    d_keys_CD: Array
+    d_values_CD: Array
+
+
+@kernel(ROUNDING_KEPT)
+def _memory_of_backward(like: Array, texts_M4: Array, width: Any) -> Any:
+    """Memory for the longest text, and for one that sees the most keys."""
+    (longest, room), together = _room(texts_M4), _together(like)
+    tiles, blocks = longest // TILE, width // LANES
+    return Memory(
+        np.empty((longest, width), np.float32),
+        np.empty((longest, width), np.float32),
+        np.empty((tiles, width, LANES), np.uint32),
+        np.empty((tiles, width // together, LANES), np.uint32),
+        np.empty((room // LANES, width, LANES), np.uint32),
+        np.empty((room // LANES, width // together, LANES), np.uint32),
+        np.empty((blocks, room // together, LANES), np.uint32),
+        np.empty((blocks, GROUP // together, LANES), np.uint32),
+        np.empty((blocks, GROUP // together, LANES), np.uint32),
+        np.empty((3, room, TILE), np.float32),
+        np.empty((room, GROUP), like.dtype),
+        np.empty((room, GROUP), like.dtype),
+        np.empty((TILE, width), np.float32),
+        np.empty((room, width), np.float32),
+        np.empty((room, width), np.float32),
+    )
+
+
+@kernel(ROUNDING_KEPT)
+def _pack_for_gradient(
+    of_keys: Heads, key: Any, value: Any, start: Any, length: Any, memory: Memory, at: Any
+) -> None:
+    """As `_pack_for_output`, for the backward pass; the gradients of these keys and values become 0."""
+    qkv_NO, size, rows_LD = of_keys.qkv_NO, 2 * of_keys.turns_NC2.shape[1], memory.rows_LD
+    padded = _padded(length)
+    _rotate(of_keys, key, start, length, rows_LD)
+    _pack_along(rows_LD, padded, rows_LD, memory.keys_BDS, at // LANES)
+    _pack_across(rows_LD, padded, qkv_NO, memory.keys_BCS, at // _together(qkv_NO))
+    _widen(qkv_NO, value, size, start, length, rows_LD)
+    _pack_along(rows_LD, padded, qkv_NO, memory.values_BDS, at // LANES)
+    memory.d_keys_CD[at : at + padded] = np.float32(0.0)
+    memory.d_values_CD[at : at + padded] = np.float32(0.0)
+
+
+@kernel(ROUNDING_KEPT)
+def _backward_head(
+    of_queries: Heads,
+    column: Any,
+    start: Any,
+    length: Any,
+    prompt: Any,
+    d_out_NO: Array,
+    memory: Memory,
+    d_qkv_NO: Array,
+) -> None:
+    """Write the gradients of the queries of a text in the head at this column, and add those of the keys and values that they see."""
+    qkv_NO, size = of_queries.qkv_NO, 2 * of_queries.turns_NC2.shape[1]
+    rows_LD, d_out_LD, padded = memory.rows_LD, memory.d_out_LD, _padded(length)
+    _rotate(of_queries, column, start, length, rows_LD)
+    _pack_along(rows_LD, padded, rows_LD, memory.queries_BDS, 0)
+    _widen(d_out_NO, column, size, start, length, d_out_LD)
+    _pack_along(d_out_LD, padded, qkv_NO, memory.d_out_BDS, 0)
+    for group in range(0, padded, GROUP):
+        end, own = min(padded, group + GROUP), _padded(prompt)
+        _pack_across(rows_LD[group:end], end - group, qkv_NO, memory.queries_BGS, 0)
+        _pack_across(d_out_LD[group:end], end - group, qkv_NO, memory.d_out_BGS, 0)
+        for q in range(group, end, TILE):
+            _backward_tile(qkv_NO, prompt, q, q - group, memory)
+            count = min(TILE, length - q)
+            _store_gradient(memory.d_queries_QD, of_queries, column, start + q, count, d_qkv_NO)
+        _add_key_gradients(
+            qkv_NO, group, end, own, memory.p_CG, memory.d_out_BGS, memory.d_values_CD
+        )
+        _add_key_gradients(
+            qkv_NO, group, end, own, memory.d_CG, memory.queries_BGS, memory.d_keys_CD
+        )
+
+
+@kernel(ROUNDING_KEPT)
+def _backward_tile(like: Array, prompt: Any, q: Any, within: Any, memory: Memory) -> None:
+    """Write the gradients of 16 rotated queries, and P and dS of their group from column `within` on."""
+    own, width, room = _padded(prompt), memory.rows_LD.shape[1], memory.scores_3CQ.shape[1]
+    columns, words = own + q + TILE, width // _together(like)
+    scores = memory.scores_3CQ.ctypes.data
+    d_p, d_scores = scores + room * LINE, scores + 2 * room * LINE
+    query = memory.queries_BDS.ctypes.data + 4 * q * width
+    d_output = memory.d_out_BDS.ctypes.data + 4 * q * words
+    _write_scores(memory.rows_LD, memory.keys_BDS.ctypes.data, query, width, columns, scores)
+    _write_scores(like, memory.values_BDS.ctypes.data, d_output, words, columns, d_p)
+    _hide(memory.scores_3CQ[0, :columns], prompt, own)
+    p = memory.p_CG.ctypes.data + within * like.itemsize
+    d = memory.d_CG.ctypes.data + within * like.itemsize
+    _softmax_gradient(like, scores, d_p, columns, p, d, d_scores)
+    _write_sums(like, d_scores, memory.keys_BCS, columns, memory.d_queries_QD)
 
 
 @kernel(ROUNDING_KEPT)
@@ -537,184 +716,22 @@ def _add_key_gradients(
 
 
 @kernel(ROUNDING_KEPT, cached=True)
-def backward(
-    qkv_NO: Array,
-    turns_NC2: Array,
-    query_norm_D: Array,
-    key_norm_D: Array,
-    epsilon: Any,
-    kv_heads: int,
-    texts_M4: Array,
-    chains_K2: Array,
-    d_out_NO: Array,
-    d_kv_NXD: Array,
-    d_qkv_NO: Array,
-    first_unit: int,
-    last_unit: int,
-) -> None:
-    """Write the gradients of the texts' queries into `d_qkv_NO`; see `forward`.
-
-    Those of rotated keys, and after them of values, are written into `d_kv_NXD`, and added for the prompts, whose own must have been
-    written before. When all units are done, `finish` takes them from there.
-    """
-    size, together = 2 * turns_NC2.shape[1], _together(qkv_NO)
-    heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, _padded(size)
-    repeat, one, scale = heads // kv_heads, np.float32(1.0), inverse_root(np.float32(size))
-    longest, room = _room(texts_M4)
-    rows_LD = np.empty((longest, width), np.float32)
-    d_out_LD = np.empty((longest, width), np.float32)
-    queries_BDS = np.empty((longest // TILE, width, LANES), np.uint32)
-    d_out_BDS = np.empty((longest // TILE, width // together, LANES), np.uint32)
-    keys_BDS = np.empty((room // LANES, width, LANES), np.uint32)
-    values_BDS = np.empty((room // LANES, width // together, LANES), np.uint32)
-    keys_BCS = np.empty((width // LANES, room // together, LANES), np.uint32)
-    queries_BGS = np.empty((width // LANES, GROUP // together, LANES), np.uint32)
-    d_out_BGS = np.empty((width // LANES, GROUP // together, LANES), np.uint32)
-    scores_3CQ = np.empty((3, room, TILE), np.float32)  # as in `forward`
-    p_CG, d_CG = np.empty((room, GROUP), qkv_NO.dtype), np.empty((room, GROUP), qkv_NO.dtype)
-    d_queries_QD = np.empty((TILE, width), np.float32)
-    d_keys_CD, d_values_CD = (
-        np.empty((room, width), np.float32),
-        np.empty((room, width), np.float32),
-    )
-    queries, keys, keys_across = queries_BDS.ctypes.data, keys_BDS.ctypes.data, keys_BCS.ctypes.data
-    values, d_out = values_BDS.ctypes.data, d_out_BDS.ctypes.data
-    scores = scores_3CQ.ctypes.data
-    d_p, d_scores = scores + room * LINE, scores + 2 * room * LINE
-    p_begin, d_begin, d_queries = p_CG.ctypes.data, d_CG.ctypes.data, d_queries_QD.ctypes.data
-    for unit in range(first_unit, last_unit):
-        chain, j = unit // kv_heads, unit % kv_heads
-        first, last = chains_K2[chain]
-        key = (heads + j) * size
-        value = key + kv_heads * size
-        for m in range(first, last):
-            start, length, prompt_start, prompt = texts_M4[m]
-            own, padded = _padded(prompt), _padded(length)
-            if prompt and m == first:
-                d_keys_CD[:own] = np.float32(0.0)
-                d_values_CD[:own] = np.float32(0.0)
-                _rotate(
-                    qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, prompt_start, prompt, rows_LD
-                )
-                _pack_along(rows_LD, own, rows_LD, keys_BDS, 0)
-                _pack_across(rows_LD, own, qkv_NO, keys_BCS, 0)
-                _widen(qkv_NO, value, size, prompt_start, prompt, rows_LD)
-                _pack_along(rows_LD, own, qkv_NO, values_BDS, 0)
-            _rotate(qkv_NO, key, turns_NC2, key_norm_D, epsilon, one, start, length, rows_LD)
-            _pack_along(rows_LD, padded, rows_LD, keys_BDS, own // LANES)
-            _pack_across(rows_LD, padded, qkv_NO, keys_BCS, own // together)
-            _widen(qkv_NO, value, size, start, length, rows_LD)
-            _pack_along(rows_LD, padded, qkv_NO, values_BDS, own // LANES)
-            d_keys_CD[own : own + padded] = np.float32(0.0)
-            d_values_CD[own : own + padded] = np.float32(0.0)
-            for h in range(j * repeat, (j + 1) * repeat):
-                _rotate(
-                    qkv_NO,
-                    h * size,
-                    turns_NC2,
-                    query_norm_D,
-                    epsilon,
-                    scale,
-                    start,
-                    length,
-                    rows_LD,
-                )
-                _pack_along(rows_LD, padded, rows_LD, queries_BDS, 0)
-                _widen(d_out_NO, h * size, size, start, length, d_out_LD)
-                _pack_along(d_out_LD, padded, qkv_NO, d_out_BDS, 0)
-                for group in range(0, padded, GROUP):
-                    end = min(padded, group + GROUP)
-                    _pack_across(rows_LD[group:end], end - group, qkv_NO, queries_BGS, 0)
-                    _pack_across(d_out_LD[group:end], end - group, qkv_NO, d_out_BGS, 0)
-                    for q in range(group, end, TILE):
-                        columns = own + q + TILE
-                        query, d_output = (
-                            queries + 4 * q * width,
-                            d_out + 4 * q * (width // together),
-                        )
-                        for c in range(0, columns, LANES):
-                            _write_tile(
-                                rows_LD,
-                                keys + 4 * c * width,
-                                query,
-                                width,
-                                scores + c * LINE,
-                                LINE,
-                            )
-                            _write_tile(
-                                qkv_NO,
-                                values + 4 * c * (width // together),
-                                d_output,
-                                width // together,
-                                d_p + c * LINE,
-                                LINE,
-                            )
-                        _hide(scores_3CQ[0, :columns], prompt, own)
-                        within = (q - group) * p_CG.itemsize
-                        _softmax_gradient(
-                            qkv_NO,
-                            scores,
-                            d_p,
-                            columns,
-                            p_begin + within,
-                            d_begin + within,
-                            d_scores,
-                        )
-                        for block in range(width // LANES):
-                            _write_tile(
-                                qkv_NO,
-                                d_scores,
-                                keys_across + LINE * block * (room // together),
-                                columns // together,
-                                d_queries + LINE * block,
-                                4 * width,
-                            )
-                        for i in range(min(TILE, length - q)):
-                            n, columns_D = start + q + i, slice(h * size, (h + 1) * size)
-                            _store_head_gradient(
-                                d_queries_QD[i],
-                                qkv_NO[n, columns_D],
-                                query_norm_D,
-                                epsilon,
-                                turns_NC2[n],
-                                scale,
-                                d_qkv_NO[n, columns_D],
-                            )
-                    _add_key_gradients(qkv_NO, group, end, own, p_CG, d_out_BGS, d_values_CD)
-                    _add_key_gradients(qkv_NO, group, end, own, d_CG, queries_BGS, d_keys_CD)
-            d_kv_NXD[start : start + length, j] = d_keys_CD[own : own + length, :size]
-            d_kv_NXD[start : start + length, kv_heads + j] = d_values_CD[own : own + length, :size]
-        prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
-        d_kv_NXD[prompt_start : prompt_start + prompt, j] += d_keys_CD[:prompt, :size]
-        d_kv_NXD[prompt_start : prompt_start + prompt, kv_heads + j] += d_values_CD[:prompt, :size]
-
-
-@kernel(ROUNDING_KEPT, cached=True)
 def finish(
     qkv_NO: Array,
     turns_NC2: Array,
     key_norm_D: Array,
     epsilon: Any,
-    d_kv_NXD: Array,
+    d_kv_XND: Array,
     d_qkv_NO: Array,
 ) -> None:
-    """Write the gradients of keys and values, from those in `d_kv_NXD`, which is overwritten; see `backward`."""
-    rows, kv_heads, size = len(d_kv_NXD), d_kv_NXD.shape[1] // 2, d_kv_NXD.shape[2]
+    """Write the gradients of keys and values, from those in `d_kv_XND`, which is overwritten; see `backward`."""
+    kv_heads, rows, size = d_kv_XND.shape[0] // 2, d_kv_XND.shape[1], d_kv_XND.shape[2]
+    of_keys = Heads(qkv_NO, turns_NC2, key_norm_D, epsilon, np.float32(1.0))
     first = qkv_NO.shape[1] - 2 * kv_heads * size
-    for n in range(rows):
-        for x in range(2 * kv_heads):
+    for j in range(kv_heads):
+        _store_gradient(d_kv_XND[j], of_keys, first + j * size, 0, rows, d_qkv_NO)
+    for x in range(kv_heads, 2 * kv_heads):
+        for n in range(rows):
             into_D = d_qkv_NO[n, first + x * size : first + (x + 1) * size]
-            if x < kv_heads:
-                row_D = qkv_NO[n, first + x * size : first + (x + 1) * size]
-                _store_head_gradient(
-                    d_kv_NXD[n, x],
-                    row_D,
-                    key_norm_D,
-                    epsilon,
-                    turns_NC2[n],
-                    np.float32(1.0),
-                    into_D,
-                )
-            else:
-                for d in range(size):
-                    store(into_D, d, d_kv_NXD[n, x, d])
+            for d in range(size):
+                store(into_D, d, d_kv_XND[x, n, d])

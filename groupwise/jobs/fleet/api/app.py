@@ -1,4 +1,4 @@
-"""The fleet's API: the same verbs as the command line, over HTTP, for programs and for users on other machines.
+"""The fleet's API: the same operations as the command line, over HTTP, for programs and for users on other machines.
 
 The sender of a request is the holder of a key, which is looked up in the database each time. So a revoked key is refused from the next
 request on, by every process that serves the API.
@@ -24,9 +24,9 @@ from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, StoredKey, 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.routes import files, jobs, machines, people, state
 from groupwise.jobs.fleet.api.serving import Serving
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.operations.keys import ROLES
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import ApiKey
-from groupwise.jobs.fleet.verbs.keys import ROLES
 
 HEALTH = "/healthz"
 ROUTES: tuple[Route, ...] = tuple(
@@ -112,7 +112,7 @@ def _stored_keys(session: Session, presented: str) -> tuple[StoredKey, ...]:
     key = session.get(ApiKey, id_in(presented) or "")
     if key is None or key.revoked_at is not None:
         return ()
-    if key.expires_at is not None and seconds(session) >= key.expires_at:
+    if key.expires_at is not None and database_time(session) >= key.expires_at:
         return ()
     projects = None if key.projects is None else frozenset(key.projects)
     return (StoredKey(key.key_id, ROLES[key.role], bytes(key.digest), projects),)

@@ -1,8 +1,8 @@
 """Shared parts of the routes of the fleet's API: the database, the folders, and the caller.
 
-A route is a verb of `groupwise.jobs.fleet.verbs` with an address: it reads its body, runs the verb as one transaction with the caller as
-its actor, and answers with the verb's document. So an operation means the same here as at the command line, and a key that is bound to
-projects sees no others.
+A route is an operation of `groupwise.jobs.fleet.operations` with an address: it reads its body, runs the operation as one transaction
+with the caller as its actor, and answers with the operation's document. So an operation means the same here as at the command line, and
+a key that is bound to projects sees no others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from groupwise.api.http.shared_state import Limits, Shared, facts_of
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.keys import ROLES
 from groupwise.jobs.fleet.retry import AwayError
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
 from groupwise.jobs.fleet.text_validation import json_safe
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.keys import ROLES
 from groupwise.jobs.hosts.files import BlobStore
 
 P = ParamSpec("P")
@@ -109,26 +109,32 @@ class RequestContext:
 
     @property
     def actor(self) -> Actor:
-        """The caller as an actor of verbs."""
+        """The caller as an actor of operations."""
         caller = self.caller
         name = caller.key_id  # a local caller is named with its kind, as `user:ada`
         is_operator = caller.role >= Role.ADMIN and caller.projects is None
         return Actor(name if ":" in name else f"key:{name}", caller.projects, is_operator)
 
     async def run(
-        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
+        self,
+        operation: Callable[Concatenate[Session, Actor, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
-        """Run a verb as one transaction."""
+        """Run an operation as one transaction."""
         return await self.serving.database.in_thread(
-            lambda session: verb(session, self.actor, *args, **kwargs)
+            lambda session: operation(session, self.actor, *args, **kwargs)
         )
 
     async def read(
-        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
+        self,
+        operation: Callable[Concatenate[Session, Actor, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
-        """Run a verb that only reads, and waits for no writer."""
+        """Run an operation that only reads, and waits for no writer."""
         return await self.serving.database.read_in_thread(
-            lambda session: verb(session, self.actor, *args, **kwargs)
+            lambda session: operation(session, self.actor, *args, **kwargs)
         )
 
 

@@ -28,6 +28,7 @@ from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import (
     DEADMAN_MARGIN,
     Abandon,
+    AttemptView,
     CheckRelease,
     Collect,
     Effect,
@@ -37,7 +38,6 @@ from groupwise.jobs.fleet.attempts.decide import (
     Move,
     Provide,
     Reading,
-    View,
     Void,
     decide,
     over,
@@ -68,13 +68,13 @@ OWN_DISK = (OSError, BlobError)
 """Errors of the control machine's disk."""
 JOBS_OWN_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ)
 """OSErrors for which a file of the job is the cause: its name cannot be stored."""
-MOST_TRIES = 5
+MAX_COLLECTIONS = 5
 """Failed collections before an attempt ends without its artefacts, or, if a repair may help, before an operator is alerted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One member of an attempt, as the log mirror and the collectors need it."""
+class MemberOutput:
+    """A member of an attempt whose log, checkpoints and artefacts are fetched."""
 
     runner: Runner
     owner: str
@@ -101,7 +101,7 @@ class Collected:
 class LogMirror(Protocol):
     """Mirrors logs to the control machine's disk."""
 
-    async def catch_up(self, part: Part, size: int) -> None:
+    async def catch_up(self, output: MemberOutput, size: int) -> None:
         """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
         ...
 
@@ -109,7 +109,7 @@ class LogMirror(Protocol):
 class CheckpointMirror(Protocol):
     """Mirrors complete checkpoints to the control machine's disk while a job runs."""
 
-    async def mirror(self, part: Part) -> None:
+    async def mirror(self, output: MemberOutput) -> None:
         """Fetch new checkpoints. Safe to repeat, and to cancel. Raises HostError."""
         ...
 
@@ -117,7 +117,7 @@ class CheckpointMirror(Protocol):
 class Collector(Protocol):
     """Brings artefacts to the control machine's disk."""
 
-    async def collect(self, part: Part) -> Collected:
+    async def collect(self, output: MemberOutput) -> Collected:
         """Fetch them all and verify them. Raises HostError, OSError, BlobError."""
         ...
 
@@ -139,24 +139,24 @@ class ControllerDependencies:
     secrets: Secrets
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Runs a coroutine as a separate task; its errors are logged."""
-    chance: random.Random
+    rng: random.Random
     pauses: Pauses = field(default_factory=Pauses)
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
 
-Have = int | tuple[int, int | None]
+TransferProgress = int | tuple[int, int | None]
+"""Bytes of a log; or the number of checkpoints with the newest step (if only the last two are kept, the number alone stays at 2)."""
 
 
 @dataclass(slots=True)
 class _Fetching:
     """The log or the checkpoints of a member, fetched while it runs."""
 
-    available: Have
-    """The machine's last state: bytes of log; or the number of checkpoints with the newest step (if only the last two are kept, the number
-    alone stays at 2)."""
-    fetched: Have
-    """The part of `there` that is on the control side."""
+    available: TransferProgress
+    """What the machine has, as of its last state."""
+    fetched: TransferProgress
+    """What of it is on the control side."""
     task: asyncio.Task[None] | None = None
     """The task in progress; at most one runs at a time."""
 
@@ -272,7 +272,7 @@ class AttemptController:
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
         self._has_news = asyncio.Event()
-        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance.random)
+        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.rng.random)
 
     def wake(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
@@ -298,7 +298,7 @@ class AttemptController:
         self._has_news.clear()
         try:
             row = await self._read_current()
-            view = View(
+            view = AttemptView(
                 job_id=row.job_id,
                 epoch=row.epoch,
                 state=row.state,
@@ -343,7 +343,7 @@ class AttemptController:
         return await self._note_contact(row)
 
     async def _read_snapshot(self) -> Snapshot:
-        snapshot = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
+        snapshot = await self._deps.gateway.read_batched(self._deps.snapshots, self.epoch)
         if snapshot is None:
             raise Stale(f"epoch {self.epoch} is not {self._deps.owner}'s")
         return snapshot
@@ -542,7 +542,7 @@ class AttemptController:
 
     async def _write_move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led to it."""
-        owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
+        owner, epoch, rng = self._deps.owner, self.epoch, self._deps.rng
         unwritten_states, ends_attempt = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
@@ -554,7 +554,7 @@ class AttemptController:
             for rank, state in unwritten_states:
                 records.record_state(session, epoch, owner, state, rank)
             if ends_attempt:
-                ending.end(session, epoch, owner, move, chance)
+                ending.end(session, epoch, owner, move, rng)
             else:
                 records.move(session, epoch, owner, move.to)
 
@@ -664,9 +664,9 @@ class AttemptController:
 
     # Fetching
 
-    def _part_of(self, row: Snapshot, member: MemberRow) -> Part:
+    def _output_of(self, row: Snapshot, member: MemberRow) -> MemberOutput:
         """The member in the form that log mirror and collectors take."""
-        return Part(
+        return MemberOutput(
             self._deps.runner(member.machine), self._deps.owner, row.job_id, row.generation,
             row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
@@ -682,25 +682,25 @@ class AttemptController:
             (monitor.last.checkpoints, monitor.last.step),
         )
         if monitor.log.begins:
-            part = self._part_of(row, member)
+            output = self._output_of(row, member)
             fetching = monitor.log
             fetch = self._run_fetch(
-                fetching, fetching.available, part, lambda: logs.catch_up(part, size)
+                fetching, fetching.available, output, lambda: logs.catch_up(output, size)
             )
             fetching.task = self._deps.spawn(fetch)
         if monitor.checkpoints.begins:
-            part = self._part_of(row, member)
+            output = self._output_of(row, member)
             fetching = monitor.checkpoints
             fetch = self._run_fetch(
-                fetching, fetching.available, part, lambda: checkpoints.mirror(part)
+                fetching, fetching.available, output, lambda: checkpoints.mirror(output)
             )
             fetching.task = self._deps.spawn(fetch)
 
     async def _run_fetch(
         self,
         fetching: _Fetching,
-        machine_state: Have,
-        part: Part,
+        machine_state: TransferProgress,
+        output: MemberOutput,
         fetch: Callable[[], Awaitable[None]],
     ) -> None:
         """Fetch the data that the machine had when the task was created, and note that it has arrived."""
@@ -708,24 +708,24 @@ class AttemptController:
             await fetch()
             fetching.fetched = machine_state
         except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again in a later round
-            log.info("%s.%s: %s", part.job_id, part.epoch, error)
+            log.info("%s.%s: %s", output.job_id, output.epoch, error)
             return
         if fetching.available != machine_state:
             self._has_news.set()  # more has arrived there meanwhile, perhaps the last of it
 
     async def _collect_member(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""
-        monitor, part = self._monitor(row, member), self._part_of(row, member)
+        monitor, output = self._monitor(row, member), self._output_of(row, member)
         state = monitor.last  # kept, since the machine's watch may reset it meanwhile
         if state is None:
             return
         try:
             await monitor.log.wait_until_ended()
-            await self._deps.logs.catch_up(part, state.log_size)
+            await self._deps.logs.catch_up(output, state.log_size)
             await monitor.checkpoints.wait_until_ended()
             if state.checkpoints:
-                await self._deps.checkpoints.mirror(part)
-            collected = await self._deps.collector.collect(part)
+                await self._deps.checkpoints.mirror(output)
+            collected = await self._deps.collector.collect(output)
             monitor.problem, monitor.left_out, monitor.collected = (
                 collected.problem,
                 collected.left_out,
@@ -755,12 +755,12 @@ class AttemptController:
     async def _note_failed_collection(
         self, row: Snapshot, member: MemberRow, reason: str, *, mendable: bool
     ) -> None:
-        """Count a failed collection, which is tried again. After MOST_TRIES, if the cause can be repaired (`mendable`), the attempt is
+        """Count a failed collection, which is tried again. After MAX_COLLECTIONS, if the cause can be repaired (`mendable`), the attempt is
         marked as stuck and an operator alerted, so that nothing that the job made is lost. Otherwise, or once cancelled, it ends without
         its artefacts."""
         monitor = self._monitor(row, member)
         monitor.tries += 1
-        if monitor.tries < MOST_TRIES:
+        if monitor.tries < MAX_COLLECTIONS:
             return
         if not mendable or row.cancel_requested:
             monitor.problem, monitor.collected = reason, True
@@ -781,14 +781,14 @@ class AttemptController:
             monitor = self._monitors.get(member.rank)
             if monitor is None or monitor.collected or monitor.last is None:
                 continue
-            part, state = self._part_of(row, member), monitor.last
+            output, state = self._output_of(row, member), monitor.last
             try:
                 await monitor.log.wait_until_ended()
                 if state.log_size:
-                    await self._deps.logs.catch_up(part, state.log_size)
+                    await self._deps.logs.catch_up(output, state.log_size)
                 await monitor.checkpoints.wait_until_ended()
                 if state.checkpoints:
-                    await self._deps.checkpoints.mirror(part)
+                    await self._deps.checkpoints.mirror(output)
             except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of what it left is lost: %s", row.key, error)
             except (Stale, RunError):

@@ -113,7 +113,7 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttemptView:
     """All inputs of a decision."""
 
     job_id: str
@@ -174,7 +174,7 @@ class Move:
 Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Move
 
 
-def decide(view: View) -> tuple[Effect, ...]:
+def decide(view: AttemptView) -> tuple[Effect, ...]:
     """Decide which effects to perform now. None of them means: wait until something changes."""
     assert view.members, (
         f"attempt {view.job_id}.{view.epoch} has no members, so its machine is unknown"
@@ -192,11 +192,11 @@ def decide(view: View) -> tuple[Effect, ...]:
             effects: list[Effect] = []
             for member in view.members:
                 if not member.released:
-                    effects.extend(_towards_release(member))
+                    effects.extend(_release_effects(member))
             return tuple(effects)
 
 
-def over(view: View) -> bool:
+def over(view: AttemptView) -> bool:
     """True once nothing is left to do about the attempt."""
     return view.state is AttemptState.ENDED and view.cleanup is Cleanup.CLEAN
 
@@ -206,7 +206,7 @@ def over(view: View) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _decide_reserved(view: View) -> tuple[Effect, ...]:
+def _decide_reserved(view: AttemptView) -> tuple[Effect, ...]:
     if view.cancel_requested:
         return (_end_move(view, Outcome.VOID, because="cancelled before anything was sent"),)
     if unfit := [m.vm_id for m in view.members if m.lost or m.drained]:
@@ -214,12 +214,12 @@ def _decide_reserved(view: View) -> tuple[Effect, ...]:
     return (Move(AttemptState.LAUNCHING),)
 
 
-def _decide_launching(view: View) -> tuple[Effect, ...]:
+def _decide_launching(view: AttemptView) -> tuple[Effect, ...]:
     if all(m.reading in BEGUN for m in view.members):
         return (Move(AttemptState.RUNNING),)
     end = _launch_given_up(view)
     if end is not None:
-        return _once_still(view, end)
+        return _once_stopped(view, end)
     # Launch once all members have their files: a member that starts long before another gives up waiting for it.
     to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
     absent = [m for m in to_begin if m.reading is Reading.ABSENT]
@@ -229,7 +229,7 @@ def _decide_launching(view: View) -> tuple[Effect, ...]:
     return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
-def _launch_given_up(view: View) -> Move | None:
+def _launch_given_up(view: AttemptView) -> Move | None:
     """The end of an attempt whose launch must not continue; None: it continues."""
     has_run = any(m.reading in BEGUN for m in view.members)
     if gone_members := [m for m in view.members if m.is_gone]:
@@ -275,12 +275,12 @@ def _refusal_cause(member: MemberView) -> tuple[FailureClass, str]:
     return FailureClass.LAUNCH_FAILURE, because
 
 
-def _decide_running(view: View) -> tuple[Effect, ...]:
+def _decide_running(view: AttemptView) -> tuple[Effect, ...]:
     if all(m.reading is Reading.EXITED for m in view.members):
         return (Move(AttemptState.COLLECTING),)
     if not view.cancel_requested and not any(_has_failed(m) for m in view.members):
         return ()
-    return _once_still(view, _lost_while_running)
+    return _once_stopped(view, _lost_while_running)
 
 
 def _has_failed(member: MemberView) -> bool:
@@ -290,7 +290,7 @@ def _has_failed(member: MemberView) -> bool:
     return member.lost or member.is_gone or member.reading not in _MAY_GO_ON
 
 
-def _lost_while_running(view: View) -> Move:
+def _lost_while_running(view: AttemptView) -> Move:
     """The end of an attempt that ran but has members without an exit record."""
     unexited_members = [m for m in view.members if m.reading is not Reading.EXITED]
     gone_members = [m for m in unexited_members if m.is_gone]
@@ -314,16 +314,16 @@ def _lost_while_running(view: View) -> Move:
     return _end_move(view, Outcome.FAILED, failure, reason)
 
 
-def _decide_collecting(view: View) -> tuple[Effect, ...]:
+def _decide_collecting(view: AttemptView) -> tuple[Effect, ...]:
     if uncollected_members := [m for m in view.members if not m.collected and not m.is_gone]:
         return tuple(Collect(m.rank) for m in uncollected_members if m.reading not in SILENT)
     end = _final_move(view)
     if end.outcome is Outcome.CANCELLED:
-        return _once_still(view, end)
+        return _once_stopped(view, end)
     return (end,)
 
 
-def _towards_release(member: MemberView) -> tuple[Effect, ...]:
+def _release_effects(member: MemberView) -> tuple[Effect, ...]:
     """Steps until the member can be released. A lost machine may come back with the attempt: kill or void it there before releasing."""
     match member.reading:
         case Reading.UNREACHABLE | Reading.UNKNOWN:
@@ -345,15 +345,17 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _once_still(view: View, end: Move | Callable[[View], Move]) -> tuple[Effect, ...]:
+def _once_stopped(
+    view: AttemptView, end: Move | Callable[[AttemptView], Move]
+) -> tuple[Effect, ...]:
     """The end, if the attempt runs on no machine; otherwise the effects that stop it there."""
-    restless = [m for m in view.members if not _is_still(view, m)]
-    if restless:
-        return tuple(effect for m in restless for effect in _towards_stillness(m))
+    running = [m for m in view.members if not _is_stopped(view, m)]
+    if running:
+        return tuple(effect for m in running for effect in _stop_effects(m))
     return (end if isinstance(end, Move) else end(view),)
 
 
-def _is_still(view: View, member: MemberView) -> bool:
+def _is_stopped(view: AttemptView, member: MemberView) -> bool:
     """True if it is proved that the member does not run there, and never will.
 
     An exit record proves that the command has ended, but before a cancellation is acknowledged its child processes must be gone too. A
@@ -368,7 +370,7 @@ def _is_still(view: View, member: MemberView) -> bool:
     return member.reading is Reading.LOST and member.quiet is True
 
 
-def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
+def _stop_effects(member: MemberView) -> tuple[Effect, ...]:
     match member.reading:
         case Reading.UNREACHABLE | Reading.UNKNOWN:
             return ()
@@ -389,7 +391,7 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _final_move(view: View) -> Move:
+def _final_move(view: AttemptView) -> Move:
     """The end of an attempt whose members all left an exit record."""
     failed_members = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
     if not failed_members:
@@ -425,7 +427,7 @@ def _cause_order(member: MemberView) -> tuple[bool, float, int]:
 
 
 def _end_move(
-    view: View,
+    view: AttemptView,
     outcome: Outcome,
     failure: FailureClass | None = None,
     because: str = "",

@@ -65,17 +65,17 @@ class Gateway:
         attempt."""
         return await self._run_effect(name, lambda: self._writes.commit(epoch, fn, ends=ends))
 
-    async def look(self, fn: Callable[[Session], T]) -> T:
+    async def read(self, fn: Callable[[Session], T]) -> T:
         """Read the database. That changes nothing, so it is no effect, but a dead process must not read either."""
         self._require_alive()
         result = await self.database.read_in_thread(fn)
         self._require_alive()
         return result
 
-    async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
-        """`look` for a read that many controllers do at the same time; they share transactions."""
+    async def read_batched(self, reads: Reads[Key, T], key: Key) -> T | None:
+        """`read` for one that many controllers do at the same time; they share transactions."""
         self._require_alive()
-        result = await reads.look(key)
+        result = await reads.read(key)
         self._require_alive()
         return result
 

@@ -35,7 +35,7 @@ from groupwise.jobs.fleet.states import (
     Outcome,
 )
 from groupwise.jobs.fleet.store import epochs, events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.tables import (
     GPU,
@@ -56,19 +56,19 @@ DRAINED_AFTER = 3
 
 
 @in_steps
-def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> Steps:
+def end(session: Session, epoch: int, owner: str, move: Move, rng: random.Random) -> Steps:
     """End the attempt and write its job's next status. Idempotent."""
     attempt = locked_attempt(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
     job = job_of(session, attempt)
-    verdict = verdict_on(session, job, attempt, move, chance)
+    verdict = verdict_on(session, job, attempt, move, rng)
     state_before = attempt.state
     attempt.outcome = move.outcome
     attempt.failure_class = move.failure
     attempt.charged = verdict.charged if move.failure else None
     attempt.evidence = {**attempt.evidence, **move.evidence}
-    attempt.ended_at = seconds(session)
+    attempt.ended_at = database_time(session)
     attempt.state = AttemptState.ENDED
     event_after = {
         "state": AttemptState.ENDED,
@@ -101,7 +101,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
 
 
 def verdict_on(
-    session: Session, job: Job, attempt: Attempt, move: Move, chance: random.Random
+    session: Session, job: Job, attempt: Attempt, move: Move, rng: random.Random
 ) -> Verdict:
     """Decide the job's next status when its attempt ends like this."""
     assert move.outcome is not None, "the end of an attempt has an outcome"
@@ -118,14 +118,14 @@ def verdict_on(
         taken=is_taken,
         steps_back=_steps_back(attempt, move),
     )
-    return after_end(facts, move.outcome, move.failure, move.because, chance)
+    return after_end(facts, move.outcome, move.failure, move.because, rng)
 
 
 def _move_job(
     session: Session, job: Job, attempt: Attempt, owner: str, move: Move, verdict: Verdict
 ) -> None:
     """Write the job's next status, its retry counters and the event."""
-    status_before, now = job.status, seconds(session)
+    status_before, now = job.status, database_time(session)
     record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
     exit_code, tail = None, ""
     if record is not None:
@@ -183,7 +183,7 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
         if gpu.quarantine_reason is not None:
             continue
         if not is_proven and not _reported_before(session, attempt, gpu):
-            report_before, now = gpu.fault_report, seconds(session)
+            report_before, now = gpu.fault_report, database_time(session)
             reporter = {"job_id": attempt.job_id, "epoch": attempt.epoch}
             gpu.fault_report = {**reporter, "at": now, "message": move.because}
             append_event(
@@ -219,7 +219,7 @@ def _reported_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
     report = gpu.fault_report
     if report is None or report["job_id"] == attempt.job_id:
         return False
-    return report["at"] > seconds(session) - FAULT_REPORT_SECONDS
+    return report["at"] > database_time(session) - FAULT_REPORT_SECONDS
 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
@@ -305,7 +305,7 @@ def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> 
         .where(
             is_jobs, Checkpoint.epoch == checkpoint["epoch"], Checkpoint.path == checkpoint["path"]
         )
-        .values(damaged_at=seconds(session))
+        .values(damaged_at=database_time(session))
         .execution_options(synchronize_session=False)
     )
     undamaged_steps = select(Checkpoint.step).where(is_jobs, Checkpoint.damaged_at.is_(None))
@@ -367,7 +367,7 @@ def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
 
 def _close_reservations(session: Session, epoch: int, rank: int) -> Step:
     """The statement that closes the member's reservations."""
-    return _CLOSED, {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
+    return _CLOSED, {"of_epoch": epoch, "of_rank": rank, "now": database_time(session)}
 
 
 _HELD: Table = Reservation.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table

@@ -33,7 +33,7 @@ from groupwise.jobs.fleet.queue import capacity, requeue_pending
 from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import clock, seconds
+from groupwise.jobs.fleet.store.database import clock, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.answers import ExitRecord, MemberState, RunnerState
@@ -173,7 +173,7 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
     for row in session.execute(_MEMBERS, {"epochs": epochs}):
         member_reservations = reservations.get((row.epoch, row.rank), ())
         members.setdefault(row.epoch, []).append(_member_row(row, member_reservations))
-    now = seconds(session)
+    now = database_time(session)
     return {
         row.epoch: Snapshot(
             epoch=row.epoch,
@@ -381,7 +381,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     A lease that ends too far in the future was written before the database's clock was set back. A living owner would have renewed it
     since, so it counts as run out.
     """
-    now = seconds(session)
+    now = database_time(session)
     attempts = session.scalars(
         select(Attempt)
         .where(
@@ -488,7 +488,7 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
     state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
         # All members run, so their machines can launch: reset their counts of failed launches.
-        attempt.running_at = seconds(session)
+        attempt.running_at = database_time(session)
         blamed: set[int] | None = session.info.get(_BLAMED)
         if blamed is None or attempt.epoch in blamed:
             session.execute(_LAUNCHES, {"epoch": attempt.epoch})
@@ -547,7 +547,7 @@ def record_contact(
     since = member.handle.get("silent_since")
     handle = {k: v for k, v in member.handle.items() if k not in ("silent_since", "elsewhere")}
     if silent:
-        handle["silent_since"] = seconds(session) if since is None else since
+        handle["silent_since"] = database_time(session) if since is None else since
     if elsewhere:
         handle["elsewhere"] = True
     member.handle = handle
@@ -660,7 +660,7 @@ def unobserved_machines(session: Session, started_at: float, *, lately: bool = T
 
     A machine that was silent before may answer now, so it is listed as well. An untrusted one gets no requests, and so runs nothing.
     """
-    now = seconds(session)
+    now = database_time(session)
     rows = session.execute(
         select(VM.vm_id, VM.observed_round, VM.facts)
         .where(VM.active, VM.lost_at.is_(None), VM.contact != Contact.UNTRUSTED)

@@ -206,7 +206,7 @@ class Reads(Generic[One, Result]):
         self._fn = fn
         self._gathered = Batcher[One, Result | None](self._read_batch)
 
-    async def look(self, one: One) -> Result | None:
+    async def read(self, one: One) -> Result | None:
         """Like `Database.read_in_thread`, for one key."""
         return await self._gathered.ask(one)
 

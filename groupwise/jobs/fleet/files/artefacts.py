@@ -31,7 +31,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.interruption import wait_until_done
-from groupwise.jobs.fleet.attempts.controller import Collected, Part
+from groupwise.jobs.fleet.attempts.controller import Collected, MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.files.logs import folder_name
@@ -86,32 +86,32 @@ class Collector:
         self._store = store
         self._gateway = gateway
 
-    async def collect(self, part: Part) -> Collected:
+    async def collect(self, output: MemberOutput) -> Collected:
         """Fetch and verify them all. Raises HostError, OSError."""
-        target = artefact_folder(self._artefacts, part.job_id, part.epoch, part.rank)
+        target = artefact_folder(self._artefacts, output.job_id, output.epoch, output.rank)
         if not target.exists():
-            problem = await self._fetch_artefacts(part, target)
+            problem = await self._fetch_artefacts(output, target)
             if problem is not None:
                 return Collected(problem)
-        if part.rank == 0:
+        if output.rank == 0:
             await self._write_through_gateway("current", lambda: _link_current(target))
-        return await asyncio.to_thread(_collection_result, target, from_json(part.spec).artefacts)
+        return await asyncio.to_thread(_collection_result, target, from_json(output.spec).artefacts)
 
-    async def _fetch_artefacts(self, part: Part, target: Path) -> str | None:
+    async def _fetch_artefacts(self, output: MemberOutput, target: Path) -> str | None:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
-        limits = from_json(part.spec).limits
+        limits = from_json(output.spec).limits
         folder, lock = await asyncio.to_thread(_lock_partial, target)
-        downloads = Fetcher(part.runner, part.job_id, part.epoch, folder, self._write_file)
+        downloads = Fetcher(output.runner, output.job_id, output.epoch, folder, self._write_file)
         try:
             changed_path = ""
             for _ in range(TRIES):
-                tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
+                tree = await output.runner.manifest(output.job_id, output.epoch, "artefacts")
                 problem = _limit_problem(tree.files, limits) or await asyncio.to_thread(
                     self._never_fits, sum(entry.size for entry in tree.files.values())
                 )
                 if problem is not None:
                     return problem
-                await self._copy_known(part, folder, tree.files)
+                await self._copy_known(output, folder, tree.files)
                 try:
                     await downloads.fetch(tree.files)
                 except FileChanged as change:
@@ -132,7 +132,7 @@ class Collector:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {problem}")
         return problem
 
-    async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
+    async def _copy_known(self, output: MemberOutput, folder: Path, files: Manifest) -> None:
         """Copy files that are in the store already and that the project may name: the machine may claim any hash for a file."""
         stored = await asyncio.to_thread(
             lambda: {path: entry for path, entry in files.items() if entry.sha256 in self._store}
@@ -142,10 +142,10 @@ class Collector:
         hashes = {entry.sha256 for entry in stored.values()}
 
         def lacking_rights(session: Session) -> frozenset[str]:
-            project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
+            project = session.scalars(select(Job.project).where(Job.job_id == output.job_id)).one()
             return rights.lacking(session, [project], hashes)
 
-        lacking_hashes = await self._gateway.look(lacking_rights)
+        lacking_hashes = await self._gateway.read(lacking_rights)
 
         def copy() -> None:
             for path, entry in stored.items():

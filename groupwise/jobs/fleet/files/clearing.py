@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.files.logs import folder_name
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store import events, rights
-from groupwise.jobs.fleet.store.database import Database, clock, seconds
+from groupwise.jobs.fleet.store.database import Database, clock, database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     Attempt,
@@ -111,7 +111,7 @@ def forget_history(database: Database) -> None:
     """Delete observations of GPUs that are more than a week old, also of machines that have left, by the table's primary key."""
 
     def forget(gpus: Sequence[int], session: Session) -> None:
-        first_minute = int(seconds(session) // 60) - HISTORY_MINUTES
+        first_minute = int(database_time(session) // 60) - HISTORY_MINUTES
         is_old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first_minute)
         session.execute(
             delete(GPUHistory).where(is_old).execution_options(synchronize_session=False)

@@ -32,7 +32,7 @@ from groupwise.jobs.hosts.files import sync_folder
 from groupwise.jobs.hosts.spec import JOB_ID
 
 if TYPE_CHECKING:
-    from groupwise.jobs.fleet.attempts.controller import Part
+    from groupwise.jobs.fleet.attempts.controller import MemberOutput
     from groupwise.jobs.fleet.attempts.effects import Gateway
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.log")
@@ -157,34 +157,34 @@ class LogMirror:
         self._checked: set[tuple[int, int]] = set()
         """Logs (epoch, rank) whose torn end was cut off since this process started, as far as they are remembered."""
 
-    async def catch_up(self, part: Part, size: int) -> None:
+    async def catch_up(self, output: MemberOutput, size: int) -> None:
         """Fetch the missing part of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
 
         def open_log() -> tuple[Path, int]:
-            path = make(self._logs, part.job_id, part.epoch, part.rank)
-            if (part.epoch, part.rank) not in self._checked:
-                return path, cut(path, part.log_offset)
+            path = make(self._logs, output.job_id, output.epoch, output.rank)
+            if (output.epoch, output.rank) not in self._checked:
+                return path, cut(path, output.log_offset)
             return path, path.stat().st_size
 
         path, local_size = await self._gateway.write("log.open", open_log)
         if len(self._checked) >= REMEMBERED:
             self._checked.clear()  # cutting again costs one check, and at most bytes that are fetched again
-        self._checked.add((part.epoch, part.rank))
+        self._checked.add((output.epoch, output.rank))
         while local_size < size:
-            piece = await part.runner.log(part.job_id, part.epoch, local_size, limit=PIECE)
+            piece = await output.runner.log(output.job_id, output.epoch, local_size, limit=PIECE)
             if not piece.data:
                 break  # the log is shorter than reported: all of it is here
             data, offset = piece.data, local_size
             local_size = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
-        if local_size != part.log_offset:
+        if local_size != output.log_offset:
             await self._gateway.commit(
-                "log.offset", lambda session: _store_offset(session, part, local_size)
+                "log.offset", lambda session: _store_offset(session, output, local_size)
             )
 
 
-def _store_offset(session: Session, part: Part, offset: int) -> None:
-    locked_attempt(session, part.epoch, part.owner)
-    session.get_one(Member, (part.epoch, part.rank)).log_offset = offset
+def _store_offset(session: Session, output: MemberOutput, offset: int) -> None:
+    locked_attempt(session, output.epoch, output.owner)
+    session.get_one(Member, (output.epoch, output.rank)).log_offset = offset
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from functools import partial
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Part
+from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import (
     locked_attempt,
@@ -39,7 +39,7 @@ from groupwise.jobs.fleet.attempts.records import (
 )
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
 from groupwise.jobs.hosts.answers import CheckpointTree
 from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
@@ -78,57 +78,59 @@ class CheckpointMirror:
         self._keep = keep
         self._sleep, self._clock = sleep, clock
 
-    async def mirror(self, part: Part) -> None:
+    async def mirror(self, output: MemberOutput) -> None:
         """Fetch the newest complete checkpoint, unless it is here. Safe to repeat and to cancel. Raises HostError, OSError, Stale."""
-        if part.rank != 0:
+        if output.rank != 0:
             return
-        tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
+        tree = await output.runner.manifest(output.job_id, output.epoch, "checkpoints")
         if not tree.checkpoints:
             return
         newest_step = select(func.max(Checkpoint.step)).where(
-            Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch
+            Checkpoint.job_id == output.job_id, Checkpoint.epoch == output.epoch
         )
-        mirrored_step = await self._gateway.look(lambda session: session.scalar(newest_step))
+        mirrored_step = await self._gateway.read(lambda session: session.scalar(newest_step))
         missed: tuple[CheckpointTree, _NotMirrored] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
             if mirrored_step is not None and checkpoint.step <= mirrored_step:
                 break
             with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
                 try:
-                    await self._fetch_checkpoint(part, checkpoint)
+                    await self._fetch_checkpoint(output, checkpoint)
                 except _NotMirrored as torn:
                     missed = missed or (checkpoint, torn)
                     continue
                 await self._gateway.commit(
                     "checkpoint.row",
-                    partial(_write_row, part=part, checkpoint=checkpoint, keep=self._keep),
+                    partial(_write_row, output=output, checkpoint=checkpoint, keep=self._keep),
                 )
             return
         if missed:
-            await self._report_missed(part, *missed)
+            await self._report_missed(output, *missed)
 
-    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _NotMirrored) -> None:
+    async def _report_missed(
+        self, output: MemberOutput, newest: CheckpointTree, torn: _NotMirrored
+    ) -> None:
         """Record that it could not be fetched. If it still exists unchanged, it never can be; else the job replaced it too quickly."""
-        tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
+        tree = await output.runner.manifest(output.job_id, output.epoch, "checkpoints")
         is_gone = newest not in tree.checkpoints
         cause = (
             "it was changed or removed before it had come, as those before it" if is_gone else torn
         )
         reason = f"{newest.path} is not mirrored: {cause}"
-        log.info("%s.%s: %s", part.job_id, part.epoch, reason)
+        log.info("%s.%s: %s", output.job_id, output.epoch, reason)
         await self._gateway.commit(
             "checkpoint.missed",
             lambda session: record_not_mirrored(
-                session, part.epoch, part.owner, part.rank, reason, gone=is_gone
+                session, output.epoch, output.owner, output.rank, reason, gone=is_gone
             ),
         )
 
-    async def _fetch_checkpoint(self, part: Part, checkpoint: CheckpointTree) -> None:
+    async def _fetch_checkpoint(self, output: MemberOutput, checkpoint: CheckpointTree) -> None:
         """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _NotMirrored."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
-        project_query = select(Job.project).where(Job.job_id == part.job_id)
-        project = await self._gateway.look(lambda session: session.scalars(project_query).one())
+        project_query = select(Job.project).where(Job.job_id == output.job_id)
+        project = await self._gateway.read(lambda session: session.scalars(project_query).one())
         hashes = await self._missing_blobs(entries, project)
         size = sum(entries[sha256][1].size for sha256 in hashes)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
@@ -136,7 +138,7 @@ class CheckpointMirror:
         for sha256 in hashes:
             path, entry = entries[sha256]
             try:
-                await self._ensure_blob(part, path, entry, project)
+                await self._ensure_blob(output, path, entry, project)
             except RunnerRefused as error:
                 raise _NotMirrored(str(error)) from error
             except BlobError as error:
@@ -145,7 +147,7 @@ class CheckpointMirror:
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
         """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
         all_hashes = list(hashes)
-        without_right = await self._gateway.look(
+        without_right = await self._gateway.read(
             lambda session: rights.lacking(session, [project], all_hashes)
         )
         permitted = [sha256 for sha256 in all_hashes if sha256 not in without_right]
@@ -154,14 +156,16 @@ class CheckpointMirror:
         )
         return [sha256 for sha256 in all_hashes if sha256 in without_right or sha256 in missing]
 
-    async def _ensure_blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
+    async def _ensure_blob(
+        self, output: MemberOutput, path: str, entry: FileEntry, project: str
+    ) -> None:
         """Return once a blob is in the store, fetched by this task or another. Raises RunnerRefused, BlobError."""
         sender = rights.sender([project])
         timeout = STANDS_STILL + entry.size / SLOWEST_DISK
         last_received, last_change = -1, self._clock()
         while True:
             try:
-                await self._fetch_blob(part, path, entry, project, sender)
+                await self._fetch_blob(output, path, entry, project, sender)
                 return
             except BlobBusy:
                 await self._sleep(LOOK_AGAIN)
@@ -174,12 +178,14 @@ class CheckpointMirror:
                 sender = uuid.uuid4().hex
 
     async def _fetch_blob(
-        self, part: Part, path: str, entry: FileEntry, project: str, sender: str
+        self, output: MemberOutput, path: str, entry: FileEntry, project: str, sender: str
     ) -> None:
         with self._store.incoming(entry.sha256, entry.size, sender, marked=True) as incoming:
             try:
                 while (offset := incoming.received) < incoming.size:
-                    data = await part.runner.read(part.job_id, part.epoch, path, offset=offset)
+                    data = await output.runner.read(
+                        output.job_id, output.epoch, path, offset=offset
+                    )
                     if not data:
                         raise BlobError(f"only {offset} of {incoming.size} bytes are there")
                     await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
@@ -191,25 +197,27 @@ class CheckpointMirror:
         await self._gateway.commit("checkpoint.right", partial(rights.record, rights=rights_given))
 
 
-def _write_row(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
+def _write_row(
+    session: Session, output: MemberOutput, checkpoint: CheckpointTree, keep: int
+) -> None:
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
-    locked_attempt(session, part.epoch, part.owner)
-    record_mirrored(session, part.epoch, part.rank)
+    locked_attempt(session, output.epoch, output.owner)
+    record_mirrored(session, output.epoch, output.rank)
     session.merge(
         Checkpoint(
-            job_id=part.job_id,
-            generation=part.generation,
-            epoch=part.epoch,
+            job_id=output.job_id,
+            generation=output.generation,
+            epoch=output.epoch,
             path=checkpoint.path,
             step=checkpoint.step,
             manifest={path: [e.sha256, e.mode, e.size] for path, e in checkpoint.files.items()},
-            mirrored_at=seconds(session),
+            mirrored_at=database_time(session),
         )
     )
     session.flush()
     surplus = session.scalars(
         select(Checkpoint)
-        .where(Checkpoint.job_id == part.job_id)
+        .where(Checkpoint.job_id == output.job_id)
         .order_by(Checkpoint.damaged_at.is_not(None), *NEWEST_FIRST)
         .offset(keep)
     ).all()

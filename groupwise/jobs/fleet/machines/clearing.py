@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member
 from groupwise.jobs.hosts.answers import Observation, RunnerState
 from groupwise.jobs.hosts.driver import Runner
@@ -101,7 +101,7 @@ class MachineClearing:
 
     async def clear_all(self, runner: Callable[[Machine], Runner]) -> None:
         """Clear all machines of the fleet."""
-        machines = await self._gateway.look(records.machines)
+        machines = await self._gateway.read(records.machines)
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def one(machine: Machine) -> None:
@@ -132,7 +132,7 @@ class MachineClearing:
         ended_attempts = {(s.job, s.epoch): s for s in observation.attempts if s.state in OVER}
         if not ended_attempts:
             return
-        forgettable_names = await self._gateway.look(
+        forgettable_names = await self._gateway.read(
             lambda s: forgettable(s, machine.vm_id, list(ended_attempts), self._keeping)
         )
         for name, state in ended_attempts.items():
@@ -154,7 +154,7 @@ class MachineClearing:
         now = self._clock()
         if now < self._swept.get(machine.vm_id, -SWEPT_EVERY) + SWEPT_EVERY:
             return
-        needed = await self._gateway.look(lambda s: needed_blobs(s, machine.vm_id))
+        needed = await self._gateway.read(lambda s: needed_blobs(s, machine.vm_id))
         await runner.sweep(needed, older_than=BLOBS)
         self._swept[machine.vm_id] = now
 
@@ -166,7 +166,7 @@ def forgettable(
     session: Session, vm_id: str, names: Sequence[Name], keeping: Keeping
 ) -> list[Name]:
     """The attempts that a machine reports as over and whose folders may be deleted there, the oldest first."""
-    now = seconds(session)
+    now = database_time(session)
     rows = _attempt_rows(session, vm_id, names)
     unfinished = session.execute(
         select(Attempt.job_id, func.max(Attempt.epoch))

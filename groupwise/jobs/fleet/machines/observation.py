@@ -32,7 +32,7 @@ from groupwise.jobs.fleet.machines.clearing import is_doctors
 from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.states import Contact, Observed
 from groupwise.jobs.fleet.store import epochs, events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
@@ -78,7 +78,7 @@ def apply(
     strays = _find_strays(session, vm_id, observation)
     jobs = untracked_processes.lock(session, {stray.job for stray in strays})
     vm = _locked_machine(session, vm_id)
-    now = seconds(session)
+    now = database_time(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
         return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
@@ -118,7 +118,7 @@ def apply(
 def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     """Record that a machine gave no answer when asked at `asked_at`. Returns the number of misses in a row."""
     vm = _locked_machine(session, vm_id)
-    now = seconds(session)
+    now = database_time(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now):
         return 0
     counted_at = records.missed_at(vm.facts)

@@ -67,7 +67,7 @@ from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events, rights
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.engine import strict_json, upsert
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job, Moment, Project, this_moment
 from groupwise.jobs.fleet.text_validation import text_problems
@@ -455,7 +455,7 @@ class _Fleet:
 
     def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
-        self.now = seconds(session)
+        self.now = database_time(session)
         self._session = session
         self.projects = _lock_projects(
             session, {row.values["project"] for row in rows if "project" not in row.unreadable}

@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.queue.placement import (
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey, best_of_shapes
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, Contact, Observed
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.jobs.hosts.answers import vendor_of
 
@@ -56,7 +56,7 @@ MAX_LONG_WAITING = 16
 MOST_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
 MOST_NAMED = 1000
-"""Maximum of machines that a query names; if more have room, the whole fleet is read."""
+"""Maximum of machines that a query names; if more have room, the whole fleet is read, but for `View.changed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class MachinesRead(IntEnum):
 
 
 @dataclass(slots=True)
-class View:
+class FreeCapacity:
     """Free capacity at one moment, less the bookings by `take` since. Machines that it lacks are read when a job needs them."""
 
     now: float
@@ -111,8 +111,10 @@ class View:
     """Reads the other machines; needed unless `read` is ALL."""
     known: Mapping[str, Machine] | None = None
     """All machines as they were shortly before. Capacity of full ones is withheld by this, so that they are not read under a lock."""
+    changed: Collection[str] | None = None
+    """For the holder of a lock: if too many machines have room to name all, these and `MOST_NAMED` others are read."""
 
-    def look(
+    def find_placement(
         self,
         resources: Resources,
         project: str,
@@ -172,7 +174,11 @@ class View:
         if wanted <= self.read:
             return
         assert self.session is not None
-        vm_ids = None if wanted == MachinesRead.ALL else _at_most_named(self.session, _FREE_SLOTS)
+        vm_ids = (
+            None
+            if wanted == MachinesRead.ALL
+            else _at_most_named(self.session, _FREE_SLOTS, self.changed)
+        )
         self.machines = machines(self.session, self.now, vm_ids) | self.machines
         self.roomy = None
         self.read = MachinesRead.ALL if vm_ids is None else wanted
@@ -274,12 +280,14 @@ def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
-def view(session: Session, projects: Collection[str], apart_from: str | None = None) -> View:
+def view(
+    session: Session, projects: Collection[str], apart_from: str | None = None
+) -> FreeCapacity:
     """Read the free capacity, the withheld capacity, and the quotas of these projects.
 
     What the job `apart_from` still holds, from an attempt that has ended, counts as free.
     """
-    now = seconds(session)
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None, apart_from)
@@ -289,28 +297,33 @@ def view(session: Session, projects: Collection[str], apart_from: str | None = N
         )
         for name, max_gpus in _read_quotas(session, counted_projects).items()
     }
-    return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
+    return FreeCapacity(
+        now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits
+    )
 
 
 def machines_for_gangs(session: Session) -> dict[str, Machine] | None:
     """All machines, if a job on several of them has waited long, so that capacity is withheld for it. Call it before a lock is taken:
     in a large fleet this takes a second."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = _long_waiting_jobs(session, now)
     has_gang = any(resources.machines > 1 for _, resources, _ in jobs)
     return machines(session, now) if has_gang else None
 
 
 def view_of_room(
-    session: Session, projects: Collection[str], known: Mapping[str, Machine] | None = None
-) -> View:
-    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known`: see
-    `View.known`."""
-    now = seconds(session)
+    session: Session,
+    projects: Collection[str],
+    known: Mapping[str, Machine] | None = None,
+    changed: Collection[str] | None = None,
+) -> FreeCapacity:
+    """Like `view`, but machines on which nothing is free are read only if a job needs them, so that a full fleet costs little. `known` and
+    `changed`: see `FreeCapacity`."""
+    now = database_time(session)
     waiting_jobs = _long_waiting_jobs(session, now)
     counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
-    names = _at_most_named(session, _FREE_GPUS)
-    return View(
+    names = _at_most_named(session, _FREE_GPUS, changed)
+    return FreeCapacity(
         now,
         machines(session, now, names),
         deque(waiting_jobs),
@@ -318,13 +331,18 @@ def view_of_room(
         read=MachinesRead.ALL if names is None else MachinesRead.FREE_GPUS,
         session=session,
         known=known,
+        changed=changed,
     )
 
 
-def _at_most_named(session: Session, query: Select[str]) -> list[str] | None:
-    """The machines that the query finds; None if they are too many to name."""
+def _at_most_named(
+    session: Session, query: Select[str], changed: Collection[str] | None
+) -> list[str] | None:
+    """The machines that the query finds; if they are too many to name, `changed` and as many others as can be named, or None."""
     names = list(session.scalars(query.limit(MOST_NAMED + 1)))
-    return None if len(names) > MOST_NAMED else names
+    if len(names) <= MOST_NAMED:
+        return names
+    return None if changed is None else [*changed, *names[:MOST_NAMED]]
 
 
 _OPEN = Reservation.released_at.is_(None)

@@ -42,7 +42,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import UsageError
 from groupwise.core.loopback import is_loopback
 from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
-from groupwise.jobs.fleet.queue.capacity import Quota, View
+from groupwise.jobs.fleet.queue.capacity import FreeCapacity, Quota
 from groupwise.jobs.fleet.queue.placement import (
     LONG_WAIT_SECONDS,
     Avoid,
@@ -56,7 +56,7 @@ from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     NEWEST_FIRST,
@@ -131,7 +131,7 @@ class Explained:
 
 def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
     """Make attempts for up to `limit` queued jobs, leased to `owner`."""
-    now = seconds(session)
+    now = database_time(session)
     jobs = _candidates(session, now, limit)
     if not jobs:
         requeue_pending.wake_unnoticed(session, None)
@@ -164,7 +164,7 @@ def explain(session: Session, unplaced: Unplaced) -> Explained:
     reasons: dict[str, Blocked] = {}
     remaining = MOST_MARKED
     for job in unplaced.blocked:
-        placement = view.look(job.resources, job.project, job.key)
+        placement = view.find_placement(job.resources, job.project, job.key)
         if isinstance(placement, Blocked):
             reasons[job.job_id] = placement
             alike = _queued_of_shape(job, view.now).limit(remaining).subquery()
@@ -400,7 +400,7 @@ class _Plan:
 
 
 def _place_all(
-    session: Session, view: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
+    session: Session, view: FreeCapacity, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
     """Plan these candidates, then the jobs after them until `limit` are placed. Returns whether the end of the queue was reached.
 
@@ -424,7 +424,9 @@ def _place_all(
     return False
 
 
-def _lock_more_quotas(session: Session, view: View, plan: _Plan, projects: Collection[str]) -> None:
+def _lock_more_quotas(
+    session: Session, view: FreeCapacity, plan: _Plan, projects: Collection[str]
+) -> None:
     """Lock the quotas of further projects. If another transaction has locked one, its jobs are left for the next round."""
     new_projects = set(projects) - plan.projects
     locked_projects = capacity.lock_quotas(session, new_projects, waiting=False)
@@ -436,7 +438,7 @@ def _lock_more_quotas(session: Session, view: View, plan: _Plan, projects: Colle
     plan.busy.update(set(limits) - locked_projects)
 
 
-def _place_jobs(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+def _place_jobs(view: FreeCapacity, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
     """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
@@ -466,7 +468,9 @@ class Lease:
     seconds: float
 
 
-def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+def _book_capacity(
+    session: Session, view: FreeCapacity, plan: _Plan, lease: Lease
+) -> list[Claimed]:
     """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
@@ -478,17 +482,17 @@ def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> l
         .with_for_update(key_share=True)
     )
     addresses = {row.vm_id: row.ip_address for row in rows}
-    fresh_view = View(
+    fresh_view = FreeCapacity(
         view.now, capacity.machines(session, view.now, names), held=view.held, quotas=plan.quotas
     )
-    now = seconds(
+    now = database_time(
         session
     )  # read after the locks: no attempt starts before a job that it follows has ended
     resume = _resume_checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
     for job, planned_placement in plan.placed:
         earlier = plan.earlier(job)
-        placement = fresh_view.look(job.resources, job.project, job.key, earlier.avoid)
+        placement = fresh_view.find_placement(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
             continue  # another dispatcher was faster; the next round reads the whole fleet again
         assert len(placement.seats) == len(planned_placement.seats)
@@ -739,7 +743,7 @@ def _queued_of_shape(job: _Candidate, now: float) -> Select[str]:
 
 
 def _mark_shape_pending(
-    session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
+    session: Session, job: _Candidate, blocked: Blocked, view: FreeCapacity, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
     query = _queued_of_shape(job, view.now).order_by(Job.rank, Job.job_id).limit(most)

@@ -110,7 +110,7 @@ def after_end(
     outcome: Outcome,
     failure: FailureClass | None,
     because: str,
-    chance: random.Random,
+    rng: random.Random,
 ) -> Verdict:
     """Decide the job's next status. A success remains one, even if cancellation was requested meanwhile."""
     if outcome is Outcome.SUCCEEDED:
@@ -136,7 +136,7 @@ def after_end(
         return Verdict(
             JobStatus.QUEUED,
             f"{failure}: {because}",
-            delay=backoff(spent[TAKEN], chance),
+            delay=backoff(spent[TAKEN], rng),
             spent=spent,
             counts_as_retry=True,
         )
@@ -154,7 +154,7 @@ def after_end(
     return Verdict(
         JobStatus.QUEUED,
         f"{failure}: {because}",
-        delay=backoff(spent["free"] if is_same_machine else spent[failure], chance),
+        delay=backoff(spent["free"] if is_same_machine else spent[failure], rng),
         charged=BUDGETS[failure].charged,
         spent=spent,
         counts_as_retry=True,
@@ -208,6 +208,6 @@ def _budget_exhausted(
     return None
 
 
-def backoff(failures: int, chance: random.Random) -> float:
+def backoff(failures: int, rng: random.Random) -> float:
     """Seconds to wait after the n-th failure of a kind: full jitter, to separate jobs that failed together."""
-    return chance.uniform(0.0, doubled(BACKOFF_BASE, failures, BACKOFF_CAP))
+    return rng.uniform(0.0, doubled(BACKOFF_BASE, failures, BACKOFF_CAP))

@@ -16,7 +16,7 @@ from groupwise.jobs.fleet.queue.request import dependency
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import FINAL, AttemptState, JobStatus
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Member, Reservation
 
 _MOST_COUNTED = 1000
@@ -71,7 +71,7 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
     """
     resources = Resources.model_validate(job.resources or {})
     fleet_view = view(session, {job.project}, apart_from=job.job_id)
-    return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
+    return fleet_view.find_placement(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
 def explain(session: Session, job: Job) -> list[str]:
@@ -109,7 +109,7 @@ def explain(session: Session, job: Job) -> list[str]:
     if reasons:
         return reasons
     ranks_before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
-    may_start = (QUEUED, Job.not_before <= seconds(session))
+    may_start = (QUEUED, Job.not_before <= database_time(session))
     jobs_ahead = select(Job.job_id).where(*may_start, ranks_before).limit(_MOST_COUNTED).subquery()
     count = session.scalar(select(func.count()).select_from(jobs_ahead)) or 0
     if not count:
@@ -121,7 +121,7 @@ def explain(session: Session, job: Job) -> list[str]:
 def _reasons_of_last_attempt(session: Session, job: Job, *, is_held_back: bool) -> list[str]:
     """The pause before the next attempt, and the machines that still hold something of the last one."""
     reasons: list[str] = []
-    pause = job.not_before - seconds(session)
+    pause = job.not_before - database_time(session)
     if pause > 0 and not is_held_back:
         newest = select(Attempt.evidence).where(
             Attempt.job_id == job.job_id, Attempt.generation == job.generation

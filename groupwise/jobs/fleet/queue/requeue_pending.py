@@ -10,8 +10,9 @@ then the claim marks its job as pending: the job would wait although a GPU is fr
 a job waits, and to withhold capacity for a gang. They are read before, because that takes a second in a large fleet. SQLite has only one
 writer at a time anyway.
 
-A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere). `claim` therefore calls
-`wake_unnoticed` whenever it finds the queue empty.
+A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere), and where more than a thousand
+machines have room `wake` reads only some of them, and may miss the one that fits. `claim` therefore calls `wake_unnoticed`, which reads all
+and takes no lock, whenever it finds the queue empty.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.queue.capacity import (
-    View,
+    FreeCapacity,
     machines,
     machines_for_gangs,
     quotas,
@@ -41,7 +42,7 @@ from groupwise.jobs.fleet.queue.resource_shapes import (
 )
 from groupwise.jobs.fleet.states import FINAL, JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Job
 
 MOST_WOKEN = 64
@@ -83,7 +84,7 @@ def wake(
     waiting_jobs = best_of_shapes(session)
     if not waiting_jobs:
         return woken_count
-    now = seconds(session)
+    now = database_time(session)
     projects = {job.project for job in waiting_jobs}
     # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a
     # long-waiting job.
@@ -93,9 +94,9 @@ def wake(
         for job in waiting_jobs
     )
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
-        view_of_machines = View(now, machines(session, now, vm_ids))
+        view_of_machines = FreeCapacity(now, machines(session, now, vm_ids))
     else:
-        view_of_machines = view_of_room(session, projects, known)
+        view_of_machines = view_of_room(session, projects, known, vm_ids or ())
     return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
 
 
@@ -119,7 +120,7 @@ def woken_once(session: Session) -> Generator[None, None, None]:
         )
 
 
-def wake_unnoticed(session: Session, fleet_view: View | None) -> int:
+def wake_unnoticed(session: Session, fleet_view: FreeCapacity | None) -> int:
     """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
     woken_count = _wake_dependents(session, "capacity")
     if fleet_view is not None and fleet_view.is_full():
@@ -153,7 +154,7 @@ def _wake_dependents(session: Session, actor: str) -> int:
 
 
 def _wake_in_order(
-    session: Session, view_before: View, waiting_jobs: Sequence[Waiting], actor: str
+    session: Session, view_before: FreeCapacity, waiting_jobs: Sequence[Waiting], actor: str
 ) -> int:
     """Place the best-ranked jobs of all shapes, each on the capacity that earlier ones leave; a shape without room is skipped from then
     on."""
@@ -183,7 +184,7 @@ def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
     """Put these jobs back into the queue. `blocked_reasons` stay until a job runs: they are still the last known reasons."""
     if not ids:
         return 0
-    now = seconds(session)
+    now = database_time(session)
     session.execute(
         update(Job)
         .where(Job.job_id.in_(ids))

@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.states import FINAL, Contact
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
 
 ATTEMPT = "attempt"
@@ -103,7 +103,7 @@ def lock(session: Session, job_ids: Collection[str]) -> set[str]:
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
     """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine must have locked the jobs
     before."""
-    locked_ids, held_until = lock(session, job_ids), seconds(session) + HELD_BACK
+    locked_ids, held_until = lock(session, job_ids), database_time(session) + HELD_BACK
     if locked_ids:
         session.execute(
             update(Job)
@@ -129,6 +129,6 @@ def release(session: Session, job_ids: Collection[str], until: object) -> None:
         session.execute(
             update(Job)
             .where(Job.job_id.in_(ids))
-            .values(not_before=seconds(session))
+            .values(not_before=database_time(session))
             .execution_options(synchronize_session=False)
         )

@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 THREADS = 8
 """Transactions of asynchronous code that run at once; as many as there are connections."""
-RETRY_TIMEOUT = 10.0
-"""Seconds for which a failed transaction is retried. A PostgreSQL that was killed is back within one or two."""
+RETRY_TIMEOUT = 15.0
+"""Seconds after which a failed transaction is not retried. A PostgreSQL that was killed is back within one or two. More than
+`engine.LOCK_SECONDS`, so that a wait for a lock is repeated, and with it longer than `engine.IDLE_SECONDS`."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 """Seconds between attempts: the bound doubles, and the pause is drawn at random below it, to separate transactions that collided."""
@@ -295,7 +296,7 @@ def _sqlite_clock(*_: Any, **__: Any) -> str:
     return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
-def seconds(session: Session) -> float:
+def database_time(session: Session) -> float:
     """Seconds since 1970 by the database's clock."""
     moment: float | None = session.info.get(_MOMENT)
     return session.execute(_NOW).scalar_one() if moment is None else moment
@@ -304,7 +305,7 @@ def seconds(session: Session) -> float:
 @contextmanager
 def at_one_moment(session: Session) -> Generator[None, None, None]:
     """Freeze `seconds` at its value on entry: for short writes of many rows that take no locks of others."""
-    session.info[_MOMENT] = seconds(session)
+    session.info[_MOMENT] = database_time(session)
     try:
         yield
     finally:

@@ -94,7 +94,7 @@ class Server:
             today=lambda: 0.0,
             sleep_blocking=self.sleep,
             sleep=self.sleep_async,
-            chance=lambda: 1.0,
+            jitter=lambda: 1.0,
         )
         transport = httpx2.MockTransport(self.answer)
         return {

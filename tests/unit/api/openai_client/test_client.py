@@ -35,9 +35,9 @@ class Clock:
         self.now = 100.0
         self.slept: list[float] = []
 
-    def timing(self, chance: float = 1.0) -> Timing:
+    def timing(self, jitter: float = 1.0) -> Timing:
         return Timing(
-            clock=lambda: self.now, today=lambda: TODAY, sleep=self.sleep, chance=lambda: chance
+            clock=lambda: self.now, today=lambda: TODAY, sleep=self.sleep, jitter=lambda: jitter
         )
 
     async def sleep(self, seconds: float) -> None:
@@ -230,7 +230,7 @@ async def test_retry_after_holds() -> None:
         service, clock = Service(limited, completion("x")), Clock()
         async with client(service, clock) as asking:
             await asking.chat(ASKED)
-        assert clock.slept == [33.0]  # and a tenth of it by chance, which is 1 here
+        assert clock.slept == [33.0]  # and a tenth of it by the jitter, which is 1 here
     for none in (None, "soon", "nan", "inf", "Tue, 99 Foo"):
         assert retry_after(none, TODAY) is None
     assert retry_after(formatdate(TODAY - 9, usegmt=True), TODAY) == 0.0

@@ -37,14 +37,14 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
 
     value = BackgroundValue(find, lambda: now[0])
     before = time.monotonic()
-    assert [value.latest(moment=0.01) for _ in range(20)] == [None] * 20
+    assert [value.latest(timeout=0.01) for _ in range(20)] == [None] * 20
     assert time.monotonic() - before < 10
     assert len(begun) == 1
     answer.set()
-    assert value.latest(moment=10) == "late"
+    assert value.latest(timeout=10) == "late"
     now[0] += VALID_SECONDS
     answer.clear()
-    assert value.latest(moment=0.01) == "late", "what was known stays until there is news"
+    assert value.latest(timeout=0.01) == "late", "what was known stays until there is news"
     answer.set()
     value.end()
     now[0] += VALID_SECONDS

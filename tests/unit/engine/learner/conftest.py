@@ -26,35 +26,30 @@ def make_rows() -> MakeRows:
     """Rows of several prompts and lengths, a one-token completion and a masked stretch among them."""
 
     def make(count: int = 11, prompts: int = 3, seed: int = 0, reference: bool = False):
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         openings = [
-            tuple(chance.randrange(2, 100) for _ in range(3 + 4 * index))
-            for index in range(prompts)
+            tuple(rng.randrange(2, 100) for _ in range(3 + 4 * index)) for index in range(prompts)
         ]
-        return [_row(chance, openings[index % prompts], index, reference) for index in range(count)]
+        return [_row(rng, openings[index % prompts], index, reference) for index in range(count)]
 
     return make
 
 
-def _row(chance: random.Random, prompt: tuple[int, ...], index: int, reference: bool) -> Row:
-    length = 1 if index == 1 else chance.randrange(2, 14)
+def _row(rng: random.Random, prompt: tuple[int, ...], index: int, reference: bool) -> Row:
+    length = 1 if index == 1 else rng.randrange(2, 14)
     mask = [1] * length
     if index == 2:
         mask[: length // 2] = [0] * (length // 2)
     return Row(
         prompt_ids=prompt,
-        completion_ids=tuple(chance.randrange(2, 100) for _ in range(length)),
+        completion_ids=tuple(rng.randrange(2, 100) for _ in range(length)),
         mask=tuple(mask),
-        sampling_logprobs=tuple(chance.uniform(-5, -4) for _ in range(length)),
-        advantage=chance.uniform(-1, 1),
+        sampling_logprobs=tuple(rng.uniform(-5, -4) for _ in range(length)),
+        advantage=rng.uniform(-1, 1),
         scale=1 / length,
-        temperature=chance.choice([0.7, 1.0, 1.3]),
-        reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length))
-        if reference
-        else None,
-        teacher_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length))
-        if reference
-        else None,
+        temperature=rng.choice([0.7, 1.0, 1.3]),
+        reference_logprobs=tuple(rng.uniform(-6, -4) for _ in range(length)) if reference else None,
+        teacher_logprobs=tuple(rng.uniform(-6, -4) for _ in range(length)) if reference else None,
     )
 
 

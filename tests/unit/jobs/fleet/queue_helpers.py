@@ -9,7 +9,7 @@ from groupwise.jobs.fleet.queue import admission, claim, requeue_pending
 from groupwise.jobs.fleet.queue.claim import Claimed
 from groupwise.jobs.fleet.queue.request import JobRequest, from_document
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
 from groupwise.jobs.fleet.store.triggers import OF_THE_CONTROL_PLANE
 
@@ -18,7 +18,7 @@ def add_machine(database: Database, name: str, gpus: int = 0, **columns: Any) ->
     """One that was observed just now."""
 
     def write(session: Session) -> None:
-        about = {"contact": "ok", "observed_round": seconds(session), **columns}
+        about = {"contact": "ok", "observed_round": database_time(session), **columns}
         session.add(VM(vm_id=name, **about))
         session.flush()
         for index in range(gpus):

@@ -20,11 +20,11 @@ from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Side
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import failures
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Event, Member
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.failures import FailureClass
@@ -32,7 +32,7 @@ from groupwise.jobs.hosts.framing import BadAnswer
 from groupwise.jobs.hosts.port import Host, OutcomeUnknown, Request, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_hosts import FakeHost, Fault, Script
-from tests.in_process_fleet import InProcessFleet, NoChance
+from tests.in_process_fleet import InProcessFleet, NoJitter
 
 
 @pytest.fixture
@@ -199,13 +199,13 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
     fleet: InProcessFleet,
 ) -> None:
     """The database may have been restored, and a machine may run what it does not know. That others were looked at already says nothing."""
-    looked_at(fleet, "a", observed_round=lambda s: seconds(s) - 1000)
+    looked_at(fleet, "a", observed_round=lambda s: database_time(s) - 1000)
     fleet.submit("job")
     dispatcher = fleet.dispatcher()
     assert dispatcher.unobserved_machines is None
     assert not await dispatcher.knows_what_runs()
     assert dispatcher.unobserved_machines == ["a"]
-    looked_at(fleet, "a", observed_round=lambda s: seconds(s) + 1000)
+    looked_at(fleet, "a", observed_round=lambda s: database_time(s) + 1000)
     assert not await dispatcher.knows_what_runs()  # that was another clock
     looked_at(fleet, "a", contact=lambda _: "unreachable")
     assert not await dispatcher.knows_what_runs()  # it may answer now
@@ -213,13 +213,13 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
     assert await fleet.dispatcher("zero").knows_what_runs()
     looked_at(fleet, "a", contact=lambda _: "ok")
     assert not await dispatcher.knows_what_runs()
-    looked_at(fleet, "a", facts=lambda s: {"missed_at": seconds(s)})
+    looked_at(fleet, "a", facts=lambda s: {"missed_at": database_time(s)})
     assert await dispatcher.knows_what_runs()
     looked_at(fleet, "a", facts=lambda s: {})
     assert await dispatcher.knows_what_runs()
     assert not await fleet.dispatcher("two").knows_what_runs()
     async with running(fleet.dispatcher("three")):
-        looked_at(fleet, "a", observed_round=seconds)
+        looked_at(fleet, "a", observed_round=database_time)
         await over(fleet, "job", "completed")
 
 
@@ -234,7 +234,7 @@ async def test_beside_what_no_table_knows_jobs_get_what_it_leaves(
     await runner.launch(Launch("old", 7, spec, gpus=("GPU-a0",)))
     await runner.launch(Launch("older", 6, spec, slot=0))
     seen = await runner.observe()
-    fleet.database.run(lambda s: observation.apply(s, "a", seconds(s), seen))
+    fleet.database.run(lambda s: observation.apply(s, "a", database_time(s), seen))
     names = {"one": 1, "two": 1, "three": 0, "four": 0}
     async with running(fleet.dispatcher()):
         for name, gpus in names.items():
@@ -257,7 +257,7 @@ async def test_a_machine_that_launches_nothing_is_drained_and_the_queue_is_not_d
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that was refused waits a moment, as in life: else it would be the next to go there, again and again."""
-    monkeypatch.setattr(NoChance, "uniform", lambda _, a, b: min(b, 0.3))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    monkeypatch.setattr(NoJitter, "uniform", lambda _, a, b: min(b, 0.3))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     fleet.rack["a"].refuses = "disk_full"
     async with running(fleet.dispatcher()):
         for number in range(5):
@@ -432,7 +432,7 @@ async def silent_for(fleet: InProcessFleet, age: float, here: float | None = Non
     def write(session: Any) -> None:
         for member in session.scalars(select(Member)):
             if "silent_since" in member.handle:
-                since = seconds(session) - age
+                since = database_time(session) - age
                 member.handle = {**member.handle, "silent_since": since}
 
     fleet.database.run(write)
@@ -545,7 +545,7 @@ class Gate:
 
 def _hand_over(session: Session, owner: str) -> None:
     """As if the lease had run out while nobody but this one was awake to adopt."""
-    session.execute(update(Attempt).values(lease_until=seconds(session) + 30.0, owner=owner))
+    session.execute(update(Attempt).values(lease_until=database_time(session) + 30.0, owner=owner))
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

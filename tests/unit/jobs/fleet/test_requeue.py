@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet import requeue
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.requeue import LONGEST_PAUSE, RequeueManager
-from groupwise.jobs.fleet.store.database import Database, DatabaseFailure, seconds
+from groupwise.jobs.fleet.store.database import Database, DatabaseFailure, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from tests.unit.jobs.fleet.queue_helpers import insert_admitted
 
@@ -18,7 +18,7 @@ class Fleet:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.now = database.run(seconds)
+        self.now = database.run(database_time)
 
         def make(session: Session) -> None:
             facts = {"cpus": 8, "ram_mb": 64000, "disk_free_mb": 100000}
@@ -31,7 +31,7 @@ class Fleet:
         database.run(make)
 
     async def sweep(self) -> dict[str, int]:
-        found = await RequeueManager(self.database, chance=random.Random(1)).sweep()
+        found = await RequeueManager(self.database, rng=random.Random(1)).sweep()
         return {what: count for what, count in found.items() if count}
 
     def job(self, job_id: str, status: str = "queued", **more: Any) -> None:

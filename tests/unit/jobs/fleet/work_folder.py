@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Part
+from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.driver import Runner
@@ -85,7 +85,7 @@ def entry(data: bytes) -> list[Any]:
 
 def begin(
     database: Database, host: WorkFolder, *, limits: Limits | None = None, rank: int = 0
-) -> Part:
+) -> MemberOutput:
     """A job with a running attempt in the database, and how its driver sees the member."""
     spec = as_json(JobSpec(("true",), limits=limits or Limits()))
 
@@ -104,4 +104,4 @@ def begin(
         return attempt.epoch
 
     epoch = database.run(write)
-    return Part(Runner(host), OWNER, JOB, 0, epoch, rank, spec, log_offset=0)
+    return MemberOutput(Runner(host), OWNER, JOB, 0, epoch, rank, spec, log_offset=0)

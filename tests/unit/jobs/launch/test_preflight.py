@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.launch import preflight
-from groupwise.jobs.launch.preflight import try_verb
+from groupwise.jobs.launch.preflight import try_command
 from tests.integration.toy_run import TOY, config
 
 
@@ -48,7 +48,7 @@ def test_a_training_says_where_it_writes_and_leaves_nothing(
     done = subprocess.CompletedProcess([], 0, stdout=said)
     if not real:
         monkeypatch.setattr(preflight.subprocess, "run", lambda *_, **__: done)
-    tried = try_verb([*RL, "run.dir=elsewhere/runs"], project, {"NEEDED_BY_IT": "x"})
+    tried = try_command([*RL, "run.dir=elsewhere/runs"], project, {"NEEDED_BY_IT": "x"})
     assert tried.results == ("elsewhere/runs",)
     assert "5 steps" in tried.summary
     named = ("c.yaml", "task.py")  # what the config names; a real one names neither
@@ -64,5 +64,5 @@ def test_what_would_fail_is_told_in_its_own_words(
     monkeypatch.setenv("NEEDED_BY_IT", "only in this terminal")
     (project / "task.py").write_text("import os\nos.environ['NEEDED_BY_IT']\n")
     with pytest.raises(UsageError, match="NEEDED_BY_IT") as refused:
-        try_verb(RL, project, {})
+        try_command(RL, project, {})
     assert "--env-file" in str(refused.value)

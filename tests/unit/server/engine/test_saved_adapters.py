@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored
+from groupwise.server.engine.tinker_protocol import ModelSpec, Stored
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1)

@@ -27,8 +27,8 @@ from groupwise.server.engine import trained_adapters
 from groupwise.server.engine.engine_protocol import OpenModels
 from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.engine.tinker_protocol import ModelSpec, SampleRequest, SampleResult, Stored
 from groupwise.server.engine.trained_adapters import EngineModels
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbSample, VerbSampled
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)
@@ -36,7 +36,7 @@ HEAD = ModelSpec("tiny", 2, 1, train_attn=False, train_mlp=False)
 LOSS = LossSpec("given", {"surrogate": "log_probability"})
 STEP = OptimiserParams(0.1, None)
 PROMPT = (11, 12, 13)
-ASKED = VerbSample(PROMPT, (1, 2), SamplingParams(max_tokens=5), prompt_logprobs=True)
+ASKED = SampleRequest(PROMPT, (1, 2), SamplingParams(max_tokens=5), prompt_logprobs=True)
 
 
 def row(*tokens: int) -> Row:
@@ -74,7 +74,7 @@ async def learn(models: EngineModels, keep_as: int | None = None) -> tuple[float
     return result.sums["loss/policy"], (await models.optim_step(MODEL, STEP, keep_as)).grad_norm
 
 
-def tokens(sampled: VerbSampled) -> list[tuple[int, ...]]:
+def tokens(sampled: SampleResult) -> list[tuple[int, ...]]:
     return [each.token_ids for each in sampled.completions]
 
 
@@ -127,7 +127,7 @@ async def test_the_likeliest_and_given_tokens_of_a_sample(
     await models.save_for_sampler("other", "one", 3)
     stored = Stored("other", "sampler_weights", "one")
     everything = tuple(range(102))
-    order = VerbSample(
+    order = SampleRequest(
         PROMPT,
         (1, 2),
         SamplingParams(max_tokens=5, temperature=0.7),
@@ -202,7 +202,7 @@ async def test_more_sets_of_weights_than_samplers(
 ) -> None:
     monkeypatch.setattr(trained_adapters, "SAMPLERS", 2)
     names = [f"n{number}" for number in range(5)]
-    alone: list[VerbSampled] = []
+    alone: list[SampleResult] = []
     for number, name in enumerate(names):
         await learn(models)
         await models.save_for_sampler(MODEL, name, number)
@@ -217,7 +217,7 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
 ) -> None:
     monkeypatch.setattr(trained_adapters, "SAMPLERS", 1)
     await models.save_for_sampler(MODEL, "one", 1)
-    long = VerbSample(PROMPT, (1,), SamplingParams(max_tokens=100))
+    long = SampleRequest(PROMPT, (1,), SamplingParams(max_tokens=100))
     began, generate = asyncio.Event(), TorchSampler.generate
 
     async def noted(sampler: TorchSampler, request: GroupRequest) -> tuple[Completion, ...]:
@@ -255,8 +255,8 @@ async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
-    def drawn(most: int, *prompt: int) -> VerbSample:
-        return VerbSample(prompt or PROMPT, (1,), SamplingParams(max_tokens=most))
+    def drawn(most: int, *prompt: int) -> SampleRequest:
+        return SampleRequest(prompt or PROMPT, (1,), SamplingParams(max_tokens=most))
 
     async def expect_refusal(message: str, call: Awaitable[Any]) -> None:
         with pytest.raises(UsageError, match=message):

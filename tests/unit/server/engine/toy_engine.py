@@ -37,7 +37,7 @@ class ToyEngine:
         self.gate.set()
 
     async def sample(self):
-        """Of the verbs that are cancelled."""
+        """Of the methods that are cancelled."""
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

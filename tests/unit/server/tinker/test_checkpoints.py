@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.server.engine.saved_adapters import NOTE
-from groupwise.server.engine.verb_protocol import Stored
+from groupwise.server.engine.tinker_protocol import Stored
 from tests.unit.server.tinker.test_routes import Asking
 
 

@@ -1,4 +1,4 @@
-"""The table of the methods of the client: the page and the refusals are made from it; whether it is complete is seen in test_verbs.py."""
+"""The table of the methods of the client: the page and the refusals are made from it; whether it is complete is seen in test_tinker.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the verbs."""
+"""What the OpenAPI document says of the Tinker API."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import httpx2
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.serve import Services
-from groupwise.server.tinker.mount import Verbs
+from groupwise.server.tinker.mount import TinkerApi
 from groupwise.server.tinker.refusals import CODES
-from groupwise.server.tinker.routes import PREFIX, ROUTES, verb_routes
+from groupwise.server.tinker.routes import PREFIX, ROUTES, tinker_routes
 from tests.unit.server.http_client import HERE
 from tests.unit.server.serving import served
 
@@ -27,18 +27,18 @@ async def document_of(folder: Path) -> dict[str, Any]:
 
     async with served(folder) as server:
         openai = OpenAIService(server.service, server.ledger, server.config)
-        verbs = Verbs(server.config, server.ledger, server.service, none)
-        _, app = Services(server.service, openai, verbs).application(server.config, None)
+        tinker = TinkerApi(server.config, server.ledger, server.service, none)
+        _, app = Services(server.service, openai, tinker).application(server.config, None)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
             document = (await client.get("/openapi.json")).json()
-        await verbs.shut_down()
+        await tinker.shut_down()
         return document
 
 
 async def test_every_route_stands_there_with_body_answer_and_refusals(tmp_path: Path) -> None:
     document = await document_of(tmp_path)
-    mounted = {route.path for route in verb_routes(None, None)}  # pyright: ignore[reportArgumentType]
+    mounted = {route.path for route in tinker_routes(None, None)}  # pyright: ignore[reportArgumentType]
     described = {path for path in document["paths"] if path.startswith(PREFIX)}
     assert described == mounted - {f"{PREFIX}/{{path:path}}"}
     for route in ROUTES:

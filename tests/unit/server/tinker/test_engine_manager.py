@@ -1,4 +1,4 @@
-"""Verbs over engines that are lost, and servers that end, at every call of a loop.
+"""Models over engines that are lost, and servers that end, at every call of a loop.
 
 The engine here is a list for each model of what was done to it, so that anything that is lost, done twice or out of order is seen.
 """
@@ -16,17 +16,17 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
-from groupwise.server.engine.verb_protocol import NoRoom
+from groupwise.server.engine.tinker_protocol import NoRoom
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.futures import LedgerUnavailable, failed_outcome
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.service import TinkerService
 from groupwise.server.tinker.sessions import ROOM_SILENCE, NotFound
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
-from tests.unit.server.tinker.verb_service import Disk, created, gradient, serving, update
+from tests.unit.server.tinker.tinker_service import Disk, created, gradient, serving, update
 
 TIMEOUT_S = 10.0
 CALLS = 15
@@ -39,7 +39,7 @@ class Loop:
         self.session, self.model = session, f"{session}:train:0"
         self.ids: list[str] = []
 
-    def send(self, service: VerbService, number: int) -> str:
+    def send(self, service: TinkerService, number: int) -> str:
         """The so-many-th call."""
         model = self.model
         path = f"tinker://{model}/weights/one"
@@ -56,13 +56,13 @@ class Loop:
             return service.training.optim_step(update(model, number, rate))[1]
         return service.training.forward_backward(read(gradient(model, number, 10 * number)))[1]
 
-    async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
+    async def go(self, service: TinkerService, first: int = 0, last: int = CALLS) -> None:
         for number in range(first, last):
             id = self.send(service, number)
             await service.wait_until_persisted(id)
             self.ids[number:] = [id]
 
-    async def answers(self, service: VerbService) -> list[Outcome | None]:
+    async def answers(self, service: TinkerService) -> list[Outcome | None]:
         return [await service.answer(id, TIMEOUT_S) for id in self.ids]
 
 

@@ -16,11 +16,11 @@ from groupwise.api.http.bodies import Bodies
 from groupwise.api.http.route import SMALL_BODY
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.service import TinkerService
 from groupwise.server.tinker.sessions import ROOM_SILENCE, SESSION_SILENCE
 from groupwise.server.tinker.tensors import messages
 from groupwise.server.tinker.training import EPHEMERAL_KEPT
-from tests.fake_verbs import FakeVerbs
+from tests.fake_tinker_engine import FakeTinkerEngine
 from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
 
@@ -32,9 +32,9 @@ class Asking:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now, self.date = 0.0, 1.6e9
-        self.engine = FakeVerbs(folder, max_models=options.pop("max_models", 4))
+        self.engine = FakeTinkerEngine(folder, max_models=options.pop("max_models", 4))
         self.ledger = Ledger.open(folder / "server.db")
-        self.service = VerbService(
+        self.service = TinkerService(
             self.engine,
             self.ledger,
             clock=lambda: self.now,

@@ -12,7 +12,7 @@ import pytest
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Completion, LossSpec, Row, TopTokens
-from groupwise.server.engine.verb_protocol import Computed, VerbSampled
+from groupwise.server.engine.tinker_protocol import Computed, SampleResult
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.sampling import prompt_targets
 from groupwise.server.tinker.tensors import messages
@@ -285,7 +285,7 @@ def test_outputs_of_several_targets_have_the_shape_of_the_targets() -> None:
 )
 def test_samples(last: int | None, expected: list[float | None]) -> None:
     sample_request = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
-    sampled = VerbSampled(
+    sampled = SampleResult(
         (
             Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
             Completion((3,), (-1.0,), "length", 2, 0, "f"),
@@ -321,7 +321,7 @@ def test_the_likeliest_tokens_as_the_client_reads_them(last: int | None, expecte
     """Of the prompt, whose first token has none, and of what was drawn."""
     from tinker.proto.response_conv import deserialize_sample_response
 
-    sampled = VerbSampled(
+    sampled = SampleResult(
         (
             Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
             Completion((3,), (-1.0,), "length", 2, 0, "f"),
@@ -351,7 +351,7 @@ def test_given_tokens_of_a_prompt_in_the_layout_that_they_came_in(layout: Any) -
 
     sample_request = _asked(target_prompt_logprobs={"dtype": "int64", "shape": [2, 2], **layout})
     assert prompt_targets(sample_request, 3) == (9, -1, -1, 8)
-    sampled = VerbSampled((), target_logprobs=(-0.5, 0.0, 0.0, -0.25))
+    sampled = SampleResult((), target_logprobs=(-0.5, 0.0, 0.0, -0.25))
     message = deserialize_sample_response(translate.sample_response(sampled, sample_request))
     tensor = message.target_prompt_logprobs
     assert tensor is not None

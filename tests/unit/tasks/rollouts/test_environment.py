@@ -465,12 +465,12 @@ class Chatters:
     """Says more or less, by the seed of its group."""
 
     def reset(self, seed, member):
-        self.chance = random.Random(f"{seed}-{member}")
+        self.rng = random.Random(f"{seed}-{member}")
 
     async def step(self, completion):
         await asyncio.sleep(0)
-        said = self.chance.choice(["go on ", "again ", "so "])
-        return Step(said, done=self.chance.random() < 0.2, reward=len(completion) / 10)
+        said = self.rng.choice(["go on ", "again ", "so "])
+        return Step(said, done=self.rng.random() < 0.2, reward=len(completion) / 10)
 
 
 async def test_a_group_does_not_depend_on_others_or_on_their_order():

@@ -18,7 +18,7 @@ CONFIG = {
 
 
 @dataclass
-class Observed:
+class ObservedRun:
     path: Path
     settings: dict[str, Any] = field(default_factory=lambda: CONFIG)
     max_steps: int = 10

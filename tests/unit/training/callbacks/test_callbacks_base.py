@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.core.errors import CallbackError
 from groupwise.training.callbacks.base import Callback, Callbacks, RunEnd
-from tests.unit.training.callbacks.fake_run import Observed
+from tests.unit.training.callbacks.fake_run import ObservedRun
 
 
 @pytest.fixture
@@ -17,10 +17,10 @@ async def begun(tmp_path):
     """Makes callbacks that are told of a run, and ends their thread."""
     made = []
 
-    async def make(*callbacks: Callback, run: Observed | None = None) -> Callbacks:
+    async def make(*callbacks: Callback, run: ObservedRun | None = None) -> Callbacks:
         one = Callbacks([(type(callback).__name__, callback) for callback in callbacks])
         made.append(one)
-        await one.begin(run or Observed(tmp_path))
+        await one.begin(run or ObservedRun(tmp_path))
         return one
 
     yield make
@@ -70,7 +70,7 @@ async def test_once_one_leaves_work_the_others_are_told_of_an_interruption(begun
         def on_run_end(self, run, end):
             run.leave("the rest")
 
-    run = Observed(tmp_path)
+    run = ObservedRun(tmp_path)
     callbacks = await begun(Told(), Leaving(), Told(), run=run)
     assert callbacks.unfinished_work == []
     run.interruption.received_signal = 2

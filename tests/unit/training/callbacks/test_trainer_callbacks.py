@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.trainer import TrainerCallbackAdapter
-from tests.unit.training.callbacks.fake_run import Observed
+from tests.unit.training.callbacks.fake_run import ObservedRun
 
 TrainerCallback: Any = Base  # people's overrides are freer than its annotations
 
@@ -41,7 +41,7 @@ for event in ("init_end", "train_begin", "step_begin", "step_end", "log", "evalu
 class Told:
     """A run that one callback of transformers is told of."""
 
-    def __init__(self, callback: Any, run: Observed) -> None:
+    def __init__(self, callback: Any, run: ObservedRun) -> None:
         self.run = run
         self.adapter = TrainerCallbackAdapter(callback)
         self.callbacks = Callbacks([(type(callback).__name__, self.adapter)])
@@ -70,7 +70,7 @@ async def told(tmp_path):
     made = []
 
     async def begin(callback: Any, begun: bool = True, **facts: Any) -> Told:
-        one = Told(callback, Observed(tmp_path, **facts))
+        one = Told(callback, ObservedRun(tmp_path, **facts))
         made.append(one)
         if begun:
             await one.begin()

@@ -324,13 +324,14 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 MARK = "="
 def right(completions, answer, **kwargs): return [float(c.endswith(MARK)) for c in completions]
+def make_rows(): return [{"q": str(n), "answer": n} for n in range(10)]
 def main(seed=0):
     mark = '''
   +'''
     def chat(row):
         # of one row
         return {"prompt": row["q"] + mark}
-    rows = Dataset.from_list([{"q": str(n), "answer": n} for n in range(10)])
+    rows = Dataset.from_list(make_rows())
     split = rows.map(chat).train_test_split(test_size=2, seed=1)
     trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), split["train"], eval_dataset=split["test"])
     trainer.train()

@@ -41,9 +41,9 @@ def test_wilson_against_published_values(share, count, low, high):
 
 
 def test_pairs_take_the_difficulty_of_the_prompts_out():
-    chance = random.Random(0)
-    before = [chance.uniform(0, 10) for _ in range(50)]
-    after = [value + 0.3 + chance.uniform(-0.1, 0.1) for value in before]
+    rng = random.Random(0)
+    before = [rng.uniform(0, 10) for _ in range(50)]
+    after = [value + 0.3 + rng.uniform(-0.1, 0.1) for value in before]
     found = paired_difference(before, after)
     assert 0.2 < found.low < found.value < found.high < 0.4
     assert found.value == pytest.approx(fmean(after) - fmean(before))
@@ -55,10 +55,10 @@ def test_pairs_take_the_difficulty_of_the_prompts_out():
 def test_success_over_prompts_is_covered(monkeypatch, samples):
     """Prompts of different difficulty, some samples of each: the interval holds the mean over all prompts there could be."""
     monkeypatch.setattr(statistics, "RESAMPLES", 200)
-    chance, covered = random.Random(2), 0
+    rng, covered = random.Random(2), 0
     for _ in range(200):
-        rates = [chance.betavariate(0.5, 1.0) for _ in range(40)]
-        values = [fmean(chance.random() < rate for _ in range(samples)) for rate in rates]
+        rates = [rng.betavariate(0.5, 1.0) for _ in range(40)]
+        values = [fmean(rng.random() < rate for _ in range(samples)) for rate in rates]
         found = mean_with_interval(values)
         covered += found.low <= 1 / 3 <= found.high
     assert 0.88 <= covered / 200 <= 0.995
@@ -75,9 +75,9 @@ def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_success(samples):
 
 
 def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
-    chance, rate, samples, k = random.Random(0), 0.3, 6, 4
+    rng, rate, samples, k = random.Random(0), 0.3, 6, 4
     truth = 1 - (1 - rate) ** k
-    wins = [sum(chance.random() < rate for _ in range(samples)) for _ in range(20_000)]
+    wins = [sum(rng.random() < rate for _ in range(samples)) for _ in range(20_000)]
     error = 3 * 0.5 / len(wins) ** 0.5
     assert fmean(pass_at_k(samples, won, k) for won in wins) == pytest.approx(truth, abs=error)
     plain = fmean(1 - (1 - won / samples) ** k for won in wins)

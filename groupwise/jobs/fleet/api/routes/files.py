@@ -38,9 +38,9 @@ from groupwise.jobs.fleet.api.serving import (
 )
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, follower_at
+from groupwise.jobs.fleet.operations import jobs, outputs
 from groupwise.jobs.fleet.states import FINAL
 from groupwise.jobs.fleet.store import rights
-from groupwise.jobs.fleet.verbs import jobs, outputs
 from groupwise.jobs.hosts.files import LARGEST_BLOB, BlobBusy, BlobError
 from groupwise.jobs.hosts.spec import SHA256
 

@@ -32,9 +32,9 @@ from groupwise.jobs.fleet.api.serving import (
     document,
     reads,
 )
+from groupwise.jobs.fleet.operations import jobs, prune, submission
 from groupwise.jobs.fleet.queue.request import MOST_FILES, JobRequest
 from groupwise.jobs.fleet.states import JobStatus
-from groupwise.jobs.fleet.verbs import jobs, prune, submission
 
 TAG = "jobs"
 

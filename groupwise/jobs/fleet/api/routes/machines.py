@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from groupwise.api.schemas.fleet import MachineBody, MachineChangeBody, ReasonBody, TrustBody
 from groupwise.api.schemas.keys import Role
 from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
-from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.operations import machines
 
 TAG = "machines"
 

@@ -9,8 +9,8 @@ from fastapi.responses import Response
 from groupwise.api.schemas.fleet import KeyBody, ProjectBody
 from groupwise.api.schemas.keys import Role
 from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, changes, document, reads
-from groupwise.jobs.fleet.verbs import keys, projects
-from groupwise.jobs.fleet.verbs.projects import UNCHANGED
+from groupwise.jobs.fleet.operations import keys, projects
+from groupwise.jobs.fleet.operations.projects import UNCHANGED
 
 TAG = "people"
 

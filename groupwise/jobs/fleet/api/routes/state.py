@@ -21,13 +21,13 @@ from groupwise.api.http.prometheus import MEDIA_TYPE, family, one
 from groupwise.api.schemas.fleet import MOST_SERIAL
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, Serving, document, reads
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import event_document
+from groupwise.jobs.fleet.operations.status import NEEDED_ROLES
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import DatabaseFailure
 from groupwise.jobs.fleet.store.schema import is_current
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import event_document
-from groupwise.jobs.fleet.verbs.status import NEEDED_ROLES
 
 TAG = "state"
 MOST_EVENTS = 1000
@@ -101,7 +101,7 @@ ROUTES = (
 
 
 def render(overview: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of the metrics. `overview`: see `groupwise.jobs.fleet.verbs.status.overview`."""
+    """The lines of the metrics. `overview`: see `groupwise.jobs.fleet.operations.status.overview`."""
     jobs = [({"status": status}, count) for status, count in overview["jobs"].items()]
     yield from family("fleet_jobs", "gauge", "Jobs by status.", jobs)
     machines = overview["machines"]

@@ -52,15 +52,15 @@ class Lossy(httpx2.AsyncBaseTransport):
         self.share = share
         self.lost = 0
         self.paths: list[str] = []
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         self.paths.append(f"{request.method} {request.url.path}")
-        if self._chance.random() < self.share:
+        if self._rng.random() < self.share:
             self.lost += 1
             raise httpx2.ConnectError("lost on its way", request=request)
         response = await self.through.handle_async_request(request)
-        if self._chance.random() < self.share:
+        if self._rng.random() < self.share:
             await response.aread()
             self.lost += 1
             raise httpx2.ReadError("lost on its way back", request=request)

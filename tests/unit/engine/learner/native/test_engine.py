@@ -87,23 +87,23 @@ def learner(weights: Any, folder: Path, *, native: bool, **settings: Any) -> Tor
 
 def rows_of(groups: tuple[int, ...] = (1, 4, 1, 6, 3), below: int = 100) -> list[Row]:
     """Groups of these sizes with completions of many lengths, one token too; masks, temperatures and withheld tokens."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     rows: list[Row] = []
     for number, size in enumerate(groups):
-        prompt = tuple(chance.randrange(2, below) for _ in range(2 + 5 * number))
+        prompt = tuple(rng.randrange(2, below) for _ in range(2 + 5 * number))
         for member in range(size):
-            length = chance.choice((1, 2, 5, 9, 13, 30))
+            length = rng.choice((1, 2, 5, 9, 13, 30))
             barred = (MaskedTokens(0, length // 2, (1, 7)),) if member % 2 and length > 1 else ()
             rows.append(
                 Row(
                     prompt_ids=prompt,
-                    completion_ids=tuple(chance.randrange(8, below) for _ in range(length)),
-                    mask=tuple(int(chance.random() < 0.8) for _ in range(length)),
-                    sampling_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
-                    advantage=chance.uniform(-1, 1),
+                    completion_ids=tuple(rng.randrange(8, below) for _ in range(length)),
+                    mask=tuple(int(rng.random() < 0.8) for _ in range(length)),
+                    sampling_logprobs=tuple(rng.uniform(-6, -4) for _ in range(length)),
+                    advantage=rng.uniform(-1, 1),
                     scale=1 / length,
-                    temperature=chance.choice((0.7, 1.0, 1.3)),
-                    reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
+                    temperature=rng.choice((0.7, 1.0, 1.3)),
+                    reference_logprobs=tuple(rng.uniform(-6, -4) for _ in range(length)),
                     withheld=barred,
                 )
             )

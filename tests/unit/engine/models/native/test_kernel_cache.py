@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +23,15 @@ from typing import Any, cast
 import numba
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
-from groupwise.engine.models.native import kernel_cache
+from groupwise.engine.models.native import (
+    kernel_cache,
+    kernels,
+    products,
+    text_attention,
+    vocabulary_kernels,
+)
 from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.kernels import ROUNDING_KEPT
 from groupwise.engine.models.native.vocabulary_kernels import _write_weights
@@ -95,6 +105,42 @@ def test_what_was_compiled_is_loaded(folder, caplog):
     assert len(kept_files(folder)) == 2
     (told,) = caplog.messages
     assert str(folder) in told
+
+
+def test_loading_takes_no_module_of_the_functions_that_are_inlined(tmp_path):
+    """numba's implementations of array functions, which take longer to import than all kernels to load."""
+    (tmp_path / "summing.py").write_text(
+        """
+import sys, numpy
+from groupwise.engine.models.native.kernel_cache import kernel
+
+@kernel(cached=True)
+def summed(numbers):
+    return numpy.empty(numbers.max(), numpy.float32).shape[0] + numbers.sum()
+
+print(summed(numpy.arange(5)), "numba.np.arraymath" in sys.modules)
+"""
+    )
+    command = [sys.executable, str(tmp_path / "summing.py")]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for compiles in (True, False):
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert shown.stdout == f"14 {compiles}\n"
+
+
+def test_kernels_that_are_saved_are_called_by_no_other():
+    """What is saved has no bitcode that could be inlined: a kernel that calls it is lost where only that one is loaded."""
+    compiled: set[Any] = {
+        each
+        for module in (kernels, products, text_attention, vocabulary_kernels)
+        for each in vars(module).values()
+        if isinstance(each, Dispatcher)
+    }
+    saved = {each for each in compiled if isinstance(each._cache, kernel_cache.KernelCache)}
+    assert len(saved) == 13
+    for each in compiled:
+        called = (each.py_func.__globals__.get(name) for name in each.py_func.__code__.co_names)
+        assert saved.isdisjoint(one for one in called if isinstance(one, Dispatcher)), each
 
 
 def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkeypatch):

@@ -214,22 +214,22 @@ def scheduled(
     engine: DecodeEngine, seed: int, steps: int, rows: int, lengths: list[int], vocabulary: int
 ):
     """Rows that begin, end and are given up at random, of prompts old and new; all of their histories."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     prompts: list[tuple[list[int], Prompt]] = []
     running: dict[DecodeRow, History] = {}
     ended: list[History] = []
     for _ in range(steps):
-        while len(engine.rows) < rows and chance.random() < 0.5:
-            if not prompts or chance.random() < 0.3:
-                length = chance.choice([1, 2, 15, 16, 17, 40, 63, 64, 65, 100])
-                ids = [chance.randrange(vocabulary) for _ in range(length)]
+        while len(engine.rows) < rows and rng.random() < 0.5:
+            if not prompts or rng.random() < 0.3:
+                length = rng.choice([1, 2, 15, 16, 17, 40, 63, 64, 65, 100])
+                ids = [rng.randrange(vocabulary) for _ in range(length)]
                 prompts.append((ids, engine.prefill(ids)))
-            ids, prompt = chance.choice(prompts[-4:])
-            running[engine.add_row(prompt)] = History(ids, prompt, chance.choice(lengths))
+            ids, prompt = rng.choice(prompts[-4:])
+            running[engine.add_row(prompt)] = History(ids, prompt, rng.choice(lengths))
         if not engine.rows:
             continue
         order = list(engine.rows)
-        tokens = {row: chance.randrange(vocabulary) for row in running}
+        tokens = {row: rng.randrange(vocabulary) for row in running}
         logits = engine.decode([tokens[row] for row in order])
         for row, logits_V in zip(order, logits.clone(), strict=True):
             running[row].tokens.append(tokens[row])
@@ -238,7 +238,7 @@ def scheduled(
         over = [
             row
             for row in running
-            if len(running[row].tokens) == running[row].until or chance.random() < 0.01
+            if len(running[row].tokens) == running[row].until or rng.random() < 0.01
         ]
         engine.remove_rows(over)
         ended += [running.pop(row) for row in over]

@@ -8,9 +8,9 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.api.serve import Address, check
+from groupwise.jobs.fleet.operations import keys
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.database import Database
-from groupwise.jobs.fleet.verbs import keys
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.fleet_api import api, place_in
 
 KEY = {"GROUPWISE_API_KEY": "environment-key-0123456789"}

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.fleet.api.routes.state import render
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import ControlProcess
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 
 def silence(database: Database) -> dict[str, float]:
@@ -24,7 +24,7 @@ def of_roles(database: Database, name: str) -> dict[str, float]:
 
 def heard(database: Database, role: str, owner: str, ago: float) -> None:
     def write(session: Any) -> None:
-        at = status.seconds(session) - ago
+        at = status.database_time(session) - ago
         row = {"host": "h", "pid": 1, "started_at": at, "seen_at": at}
         session.add(ControlProcess(owner=owner, role=role, **row))
 

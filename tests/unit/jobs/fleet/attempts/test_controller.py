@@ -33,9 +33,7 @@ def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -
 def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptController:
     return controller.AttemptController(
         1,
-        cast(
-            "Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, chance=random.Random())
-        ),
+        cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, rng=random.Random())),
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import (
     Abandon,
+    AttemptView,
     CheckRelease,
     Collect,
     Effect,
@@ -27,7 +28,6 @@ from groupwise.jobs.fleet.attempts.decide import (
     Provide,
     Reading,
     Stray,
-    View,
     Void,
     decide,
     over,
@@ -65,8 +65,8 @@ def member(reading: Reading, rank: int = 0, **facts: object) -> MemberView:
     return MemberView(rank, f"vm-{rank}", reading, **({"exit": record} | facts))  # pyright: ignore[reportArgumentType]
 
 
-def view(state: AttemptState, *members: MemberView, cancel: bool = False) -> View:
-    return View("job-1", 7, state, members, cancel_requested=cancel)
+def view(state: AttemptState, *members: MemberView, cancel: bool = False) -> AttemptView:
+    return AttemptView("job-1", 7, state, members, cancel_requested=cancel)
 
 
 def the_end(effects: tuple[Effect, ...]) -> tuple[Outcome | None, FailureClass | None]:
@@ -331,8 +331,8 @@ def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:
 
 def test_it_is_over_when_everything_is_clean() -> None:
     assert not over(view(ENDED, member(Reading.EXITED)))
-    assert over(View("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
-    assert not over(View("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))
+    assert over(AttemptView("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
+    assert not over(AttemptView("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))
 
 
 # what nobody drives

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from groupwise.jobs.fleet.attempts.decide import (
     Abandon,
+    AttemptView,
     CheckRelease,
     Collect,
     Effect,
@@ -26,7 +27,6 @@ from groupwise.jobs.fleet.attempts.decide import (
     MemberView,
     Move,
     Reading,
-    View,
     Void,
     decide,
     over,
@@ -46,7 +46,7 @@ from groupwise.jobs.hosts.answers import ExitRecord, RunnerState
 from groupwise.jobs.hosts.port import Request, RunnerRefused
 from tests.fake_hosts import FakeHost, FakeHosts, Script
 from tests.history_checker import violations
-from tests.in_process_fleet import NoChance
+from tests.in_process_fleet import NoJitter
 
 MISFORTUNES = ("cut", "cut", "reboot", "no power", "lost")
 HAPPENINGS = (
@@ -271,8 +271,8 @@ class Fleet(RuleBasedStateMachine):
     def _mind(self, attempt: ModelAttempt, rank: int) -> Volatile:
         return self.minds.setdefault((attempt.epoch, rank), Volatile())
 
-    def _view(self, attempt: ModelAttempt) -> View:
-        return View(
+    def _view(self, attempt: ModelAttempt) -> AttemptView:
+        return AttemptView(
             attempt.job.job_id,
             attempt.epoch,
             attempt.state,
@@ -383,7 +383,7 @@ class Fleet(RuleBasedStateMachine):
         assert move.outcome is not None
         job = attempt.job
         verdict = after_end(
-            JobFacts(job.cancel, job.spent), move.outcome, move.failure, move.because, NoChance()
+            JobFacts(job.cancel, job.spent), move.outcome, move.failure, move.because, NoJitter()
         )
         job.spent = dict(verdict.spent)
         self._set_job(job, verdict.status)

@@ -32,7 +32,7 @@ async def test_after_its_death_nothing_is_done_any_more(
     for again in (
         gateway.write("two", lambda: found.append("two")),
         gateway.commit("three", lambda _: found.append("three")),
-        gateway.look(lambda _: found.append("four")),
+        gateway.read(lambda _: found.append("four")),
     ):
         with pytest.raises(Death):
             await again

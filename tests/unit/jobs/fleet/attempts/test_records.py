@@ -14,15 +14,15 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import Stale
+from groupwise.jobs.fleet.operations import machines, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import claim, failures
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member
-from groupwise.jobs.fleet.verbs import machines, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.failures import FailureClass
-from tests.in_process_fleet import InProcessFleet, NoChance
+from tests.in_process_fleet import InProcessFleet, NoJitter
 
 ADA = Actor("user:ada")
 SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")
@@ -61,7 +61,7 @@ def advance(fleet: InProcessFleet, epoch: int, *states: AttemptState) -> None:
 
 
 def end(fleet: InProcessFleet, epoch: int, move: Move, owner: str = "me") -> None:
-    fleet.database.run(lambda s: ending.end(s, epoch, owner, move, NoChance()))
+    fleet.database.run(lambda s: ending.end(s, epoch, owner, move, NoJitter()))
 
 
 def events(fleet: InProcessFleet) -> list[str]:
@@ -128,7 +128,7 @@ def test_leases_are_counted_by_the_clock_of_the_database(
     (made,) = claimed(fleet)
 
     def left() -> float:
-        return row(fleet, Attempt).lease_until - fleet.database.read(seconds)
+        return row(fleet, Attempt).lease_until - fleet.database.read(database_time)
 
     assert 0.0 < left() <= 30.0
     assert fleet.database.run(lambda s: records.renew(s, "me")) == [made.epoch]
@@ -169,7 +169,7 @@ def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
 ) -> None:
     def ends_in(time: float) -> None:
         fleet.database.run(
-            lambda s: s.execute(update(Attempt).values(lease_until=seconds(s) + time))
+            lambda s: s.execute(update(Attempt).values(lease_until=database_time(s) + time))
         )
 
     ends_in(records.LONGEST_LEASE + 10)  # of a dispatcher with another setting
@@ -210,7 +210,7 @@ def test_a_job_that_is_tried_again_waits_by_the_databases_clock(
     job = row(fleet, Job)
     assert (job.status, job.retry_count, job.spent) == ("queued", 1, {"crashed": 1, "charged": 1})
     assert job.failure_reason is None
-    left = job.not_before - fleet.database.read(seconds)
+    left = job.not_before - fleet.database.read(database_time)
     assert 9.0 < left <= 10.0
 
 
@@ -305,7 +305,9 @@ def refuse(fleet: InProcessFleet, job: str, code: str = "disk_full") -> None:
     advance(fleet, made.epoch, AttemptState.LAUNCHING)
     end(fleet, made.epoch, refused(code))
     fleet.database.run(
-        lambda s: s.execute(update(Job).where(Job.job_id == job).values(not_before=seconds(s) + 99))
+        lambda s: s.execute(
+            update(Job).where(Job.job_id == job).values(not_before=database_time(s) + 99)
+        )
     )
 
 

@@ -87,7 +87,7 @@ async def test_who_cannot_be_read_stops_nobody(fleet: InProcessFleet, epochs: li
         return records.snapshots(session, asked, "me")
 
     reads = Reads(fleet.database, read)
-    told = await asyncio.gather(*map(reads.look, [*epochs, 999]), return_exceptions=True)
+    told = await asyncio.gather(*map(reads.read, [*epochs, 999]), return_exceptions=True)
     assert isinstance(told[0], ValueError)
     assert [each.epoch for each in told[1:4] if isinstance(each, records.Snapshot)] == epochs[1:]
     assert told[4] is None

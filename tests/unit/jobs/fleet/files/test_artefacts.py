@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.fleet.attempts.controller import Collected, Part
+from groupwise.jobs.fleet.attempts.controller import Collected, MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.jobs.fleet.files import artefacts
 from groupwise.jobs.fleet.files.artefacts import Collector, artefact_folder, record_of
@@ -76,14 +76,14 @@ def names(place: Path) -> set[str]:
 async def test_everything_comes_and_is_what_it_was(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
-    assert await collector(place, database).collect(part) == Collected()
-    folder = artefact_folder(place, JOB, part.epoch)
+    output = begin(database, host)
+    assert await collector(place, database).collect(output) == Collected()
+    folder = artefact_folder(place, JOB, output.epoch)
     assert tree(folder) == tree(place / JOB / "current") == FILES
     assert json.loads(record_of(folder).read_text())["files"].keys() == FILES.keys()
-    assert names(place) == {str(part.epoch), f"{part.epoch}.json", "current"}
+    assert names(place) == {str(output.epoch), f"{output.epoch}.json", "current"}
     asked = len(host.asked)
-    assert await collector(place, database).collect(part) == Collected()
+    assert await collector(place, database).collect(output) == Collected()
     assert len(host.asked) == asked
 
 
@@ -91,8 +91,8 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     old, new, second = begin(database, host), begin(database, host), begin(database, host, rank=1)
-    for part in (new, old, second):
-        assert await collector(place, database).collect(part) == Collected()
+    for output in (new, old, second):
+        assert await collector(place, database).collect(output) == Collected()
     assert (place / JOB / "current").readlink() == Path(str(new.epoch))
     assert tree(place / JOB / f"{second.epoch}.1") == FILES
 
@@ -102,14 +102,14 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
 async def test_a_fetch_that_was_cut_off_goes_on(
     calls: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     host.cut_after = calls
     with pytest.raises(HostUnreachable):
-        await collector(place, database).collect(part)
-    assert not artefact_folder(place, JOB, part.epoch).exists()
+        await collector(place, database).collect(output)
+    assert not artefact_folder(place, JOB, output.epoch).exists()
     host.cut_after = None
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+    assert await collector(place, database).collect(output) == Collected()
+    assert tree(artefact_folder(place, JOB, output.epoch)) == FILES
     assert host.read_bytes() == sum(map(len, FILES.values()))
 
 
@@ -122,7 +122,7 @@ SOAK_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
 async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
     death: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     effects = 0
 
     def hook(name: str, side: Side) -> None:
@@ -133,35 +133,35 @@ async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
 
     dying = Collector(place, BlobStore(place.parent / "blobs"), Gateway(database, hook))
     with pytest.raises(Death):
-        await dying.collect(part)
-    assert await collector(place, database).collect(part) == Collected()
+        await dying.collect(output)
+    assert await collector(place, database).collect(output) == Collected()
     assert tree(place / JOB / "current") == FILES
-    assert names(place) == {str(part.epoch), f"{part.epoch}.json", "current"}
+    assert names(place) == {str(output.epoch), f"{output.epoch}.json", "current"}
 
 
 @pytest.mark.parametrize("torn", [50, 95])
 async def test_what_an_earlier_try_left_torn_is_fetched_again(
     torn: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
-    partial = place / JOB / f".{part.epoch}.partial" / "outputs"
+    output = begin(database, host)
+    partial = place / JOB / f".{output.epoch}.partial" / "outputs"
     partial.mkdir(parents=True)
     (partial / "model.bin").write_bytes(bytes(torn))
     (partial / "empty").write_bytes(b"not empty")
     (partial / "foreign").write_bytes(b"of another list")
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+    assert await collector(place, database).collect(output) == Collected()
+    assert tree(artefact_folder(place, JOB, output.epoch)) == FILES
 
 
 async def test_what_is_no_plain_file_is_left_out_and_named(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     host.refused = [["outputs/latest", "link"], ["outputs/pipe", "fifo"]]
     evil = dict.fromkeys(("../../escaped", "/tmp/escaped"), b"x")
     host.files |= evil
-    assert await collector(place, database).collect(part) == Collected(left_out=4)
-    folder = artefact_folder(place, JOB, part.epoch)
+    assert await collector(place, database).collect(output) == Collected(left_out=4)
+    folder = artefact_folder(place, JOB, output.epoch)
     assert tree(folder) == FILES
     left_out = {path for path, _ in json.loads(record_of(folder).read_text())["left_out"]}
     assert left_out == {"outputs/latest", "outputs/pipe", *evil}
@@ -174,20 +174,20 @@ async def test_what_is_no_plain_file_is_left_out_and_named(
 async def test_more_than_the_job_may_leave_is_not_fetched(
     limits: Limits, why: str, database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host, limits=limits)
-    problem = (await collector(place, database).collect(part)).problem
+    output = begin(database, host, limits=limits)
+    problem = (await collector(place, database).collect(output)).problem
     assert problem is not None
     assert re.search(why, problem)
     assert host.read_bytes() == 0
-    assert not artefact_folder(place, JOB, part.epoch).exists()
+    assert not artefact_folder(place, JOB, output.epoch).exists()
 
 
 async def test_what_would_fill_the_disk_is_not_fetched(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=100, free=60))
-    problem = (await collector(place, database).collect(part)).problem
+    problem = (await collector(place, database).collect(output)).problem
     assert problem is not None
     assert "5% of the control machine's disk" in problem
     assert host.read_bytes() == 0
@@ -197,7 +197,7 @@ async def test_what_would_fill_the_disk_is_not_fetched(
 async def test_a_file_that_never_is_what_the_list_says_is_a_problem(
     gone: bool, database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     listed = host._manifest
 
     def lie(body: object) -> RunnerResponse:
@@ -209,17 +209,17 @@ async def test_a_file_that_never_is_what_the_list_says_is_a_problem(
         return answer
 
     host._manifest = lie  # type: ignore[method-assign]
-    problem = (await collector(place, database).collect(part)).problem
+    problem = (await collector(place, database).collect(output)).problem
     assert problem is not None
     assert "bin has been changed" in problem
-    assert not artefact_folder(place, JOB, part.epoch).exists()
+    assert not artefact_folder(place, JOB, output.epoch).exists()
 
 
 async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     """The machine says which file it is, and its job writes where the machine keeps that."""
-    part = begin(database, host)
+    output = begin(database, host)
     others = BlobStore(place.parent / "blobs").put(b"of others")
     database.run(lambda s: rights.record(s, {(others, "others")}))
     listed = host._manifest
@@ -231,8 +231,8 @@ async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
         return answer
 
     host._manifest = lie  # type: ignore[method-assign]
-    assert "outputs/x has been changed" in str(await collector(place, database).collect(part))
-    assert not artefact_folder(place, JOB, part.epoch).exists()
+    assert "outputs/x has been changed" in str(await collector(place, database).collect(output))
+    assert not artefact_folder(place, JOB, output.epoch).exists()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread goes on when its task is cancelled; what it wrote then would be in the way of who fetches next."""
-    part = begin(database, host)
+    output = begin(database, host)
     plain, begun, go_on = getattr(home, write), threading.Event(), threading.Event()
 
     def held(*asked: Any) -> Any:
@@ -257,17 +257,17 @@ async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
         return plain(*asked)
 
     monkeypatch.setattr(home, write, held)
-    task = asyncio.create_task(collector(place, database).collect(part))
+    task = asyncio.create_task(collector(place, database).collect(output))
     assert await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     await asyncio.wait([task], timeout=0.1)
-    with pytest.raises(BlockingIOError), lock_of(place / JOB / f".{part.epoch}.partial"):
+    with pytest.raises(BlockingIOError), lock_of(place / JOB / f".{output.epoch}.partial"):
         pass
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     monkeypatch.setattr(home, write, plain)
-    assert await collector(place, database).collect(part) == Collected()
+    assert await collector(place, database).collect(output) == Collected()
     assert tree(place / JOB / "current") == FILES
 
 
@@ -284,13 +284,13 @@ def lock_of(folder: Path) -> Iterator[None]:
 async def test_a_full_disk_is_told_and_can_be_mended(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
-    part: Part = begin(database, host)
+    output: MemberOutput = begin(database, host)
     with small_disk(tmp_path / "disk", "1m") as disk:
         BlobStore(disk / "blobs")
         ballast = fill(disk)
         host.files["outputs/model.bin"] = bytes(300_000)
         with pytest.raises(OSError, match="No space left"):
-            await collector(disk / "artefacts", database).collect(part)
+            await collector(disk / "artefacts", database).collect(output)
         ballast.unlink()
-        assert await collector(disk / "artefacts", database).collect(part) == Collected()
+        assert await collector(disk / "artefacts", database).collect(output) == Collected()
         assert (disk / "artefacts" / JOB / "current/outputs/model.bin").stat().st_size == 300_000

@@ -13,8 +13,10 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.files import clearing
 from groupwise.jobs.fleet.files.clearing import clear_away, named_blobs
+from groupwise.jobs.fleet.operations import prune
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store import events, rights
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     VM,
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     GPUHistory,
     Job,
 )
-from groupwise.jobs.fleet.verbs import prune
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import SPARED, BlobStore
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
 from tests.unit.jobs.fleet.work_folder import JOB, WorkFolder, begin, entry
@@ -285,7 +285,7 @@ def test_dying_at_any_instant_leaves_no_row_without_its_files(
 
 
 def test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too(disk: Disk) -> None:
-    now = int(disk.database.read(seconds) // 60)
+    now = int(disk.database.read(database_time) // 60)
     old, young = now - clearing.HISTORY_MINUTES - 2, now - clearing.HISTORY_MINUTES + 2
 
     def write(session: Session) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Part
+from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.jobs.fleet.attempts.records import Stale
 from groupwise.jobs.fleet.files import logs as logs_module
@@ -36,12 +36,12 @@ def host() -> WorkFolder:
     return WorkFolder()
 
 
-def offset_of(database: Database, part: Part) -> int:
-    return database.run(lambda s: s.get_one(Member, (part.epoch, part.rank)).log_offset)
+def offset_of(database: Database, output: MemberOutput) -> int:
+    return database.run(lambda s: s.get_one(Member, (output.epoch, output.rank)).log_offset)
 
 
-def written(logs: Path, part: Part) -> bytes:
-    return log_path(logs, JOB, part.epoch, part.rank).read_bytes()
+def written(logs: Path, output: MemberOutput) -> bytes:
+    return log_path(logs, JOB, output.epoch, output.rank).read_bytes()
 
 
 # Writing
@@ -76,15 +76,15 @@ def test_the_link_leads_to_the_newest_epoch_and_never_back(logs: Path) -> None:
 async def test_the_mirror_brings_what_is_missing_and_says_so(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     mirror = LogMirror(logs, Gateway(database))
     host.log = b"one\n"
-    await mirror.catch_up(part, 4)
-    assert (written(logs, part), offset_of(database, part)) == (b"one\n", 4)
+    await mirror.catch_up(output, 4)
+    assert (written(logs, output), offset_of(database, output)) == (b"one\n", 4)
     host.log += b"two\xff\x00\n"
-    await mirror.catch_up(part, len(host.log))
-    await mirror.catch_up(part, len(host.log))
-    assert (written(logs, part), offset_of(database, part)) == (host.log, len(host.log))
+    await mirror.catch_up(output, len(host.log))
+    await mirror.catch_up(output, len(host.log))
+    assert (written(logs, output), offset_of(database, output)) == (host.log, len(host.log))
     assert [request.body["offset"] for request in host.asked] == [0, 4]
 
 
@@ -96,7 +96,7 @@ async def test_dying_at_any_effect_loses_and_doubles_nothing(
     death: int, database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs_module, "PIECE", 8)
-    part = begin(database, host)
+    output = begin(database, host)
     host.log = b"0123456789abcdef!"
     seen: list[tuple[str, Side]] = []
 
@@ -106,35 +106,35 @@ async def test_dying_at_any_effect_loses_and_doubles_nothing(
             raise Death
 
     with pytest.raises(Death):
-        await LogMirror(logs, Gateway(database, hook)).catch_up(part, len(host.log))
-    await LogMirror(logs, Gateway(database)).catch_up(part, len(host.log))
-    assert (written(logs, part), offset_of(database, part)) == (host.log, len(host.log))
+        await LogMirror(logs, Gateway(database, hook)).catch_up(output, len(host.log))
+    await LogMirror(logs, Gateway(database)).catch_up(output, len(host.log))
+    assert (written(logs, output), offset_of(database, output)) == (host.log, len(host.log))
 
 
 async def test_two_mirrors_at_once_write_each_byte_once(
     database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs_module, "PIECE", 7)
-    part = begin(database, host)
+    output = begin(database, host)
     host.log = bytes(range(256)) * 2
     mirrors = [LogMirror(logs, Gateway(database)) for _ in range(3)]
-    await asyncio.gather(*(mirror.catch_up(part, len(host.log)) for mirror in mirrors))
-    assert written(logs, part) == host.log
+    await asyncio.gather(*(mirror.catch_up(output, len(host.log)) for mirror in mirrors))
+    assert written(logs, output) == host.log
 
 
 async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     host.log = b"one\n"
 
     def taken(session: Session) -> None:
-        session.get_one(Attempt, part.epoch).owner = "another"
+        session.get_one(Attempt, output.epoch).owner = "another"
 
     database.run(taken)
     with pytest.raises(Stale):
-        await LogMirror(logs, Gateway(database)).catch_up(part, 4)
-    assert offset_of(database, part) == 0
+        await LogMirror(logs, Gateway(database)).catch_up(output, 4)
+    assert offset_of(database, output) == 0
 
 
 def test_a_full_disk_is_told_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:

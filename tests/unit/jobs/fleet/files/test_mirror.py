@@ -8,16 +8,16 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Part
+from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.jobs.fleet.attempts.records import Stale
 from groupwise.jobs.fleet.files.clearing import clear_away
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Checkpoint, Event
-from groupwise.jobs.fleet.verbs import status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import SPARED_MARKED, BlobStore
 from groupwise.jobs.hosts.port import RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry
@@ -45,23 +45,23 @@ def steps(database: Database) -> list[int]:
 async def test_the_newest_complete_one_comes_and_only_what_is_new_of_it(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     mirror = CheckpointMirror(store, Gateway(database))
     host.checkpoint("outputs/c-10", 10, weights=b"w" * 100, config=b"same")
     host.checkpoint("outputs/c-20", 20, weights=b"v" * 100, config=b"same")
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     [row] = rows(database)
-    assert (row.step, row.path, row.generation, row.epoch) == (20, "outputs/c-20", 0, part.epoch)
+    assert (row.step, row.path, row.generation, row.epoch) == (20, "outputs/c-20", 0, output.epoch)
     for path, listed in row.manifest.items():
         assert store.read(FileEntry(*listed).sha256) == host.files[path]
     assert host.read_bytes() == 100 + len("same") + len("20")
     host.checkpoint("outputs/c-30", 30, weights=b"u" * 100, config=b"same")
     host.asked.clear()
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert host.read_bytes() == 100 + len("30")
     assert steps(database) == [20, 30]
     host.asked.clear()
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert host.read_bytes() == 0
 
 
@@ -87,9 +87,9 @@ async def test_what_a_mirror_needs_stays_however_long_it_takes(
     database: Database, later: LaterStore, host: WorkFolder, at: str, side: Side
 ) -> None:
     """Also what another checkpoint had that is kept no more."""
-    part = begin(database, host)
+    output = begin(database, host)
     host.checkpoint("outputs/c-10", 10, one=b"same", two=b"10")
-    await CheckpointMirror(later, Gateway(database), keep=1).mirror(part)
+    await CheckpointMirror(later, Gateway(database), keep=1).mirror(output)
     collected = list[int]()
 
     def then_somebody_collects(name: str, when: Side) -> None:
@@ -99,7 +99,7 @@ async def test_what_a_mirror_needs_stays_however_long_it_takes(
 
     host.checkpoint("outputs/c-20", 20, three=b"new", one=b"same", four=b"also")
     slow = CheckpointMirror(later, Gateway(database, then_somebody_collects), keep=1)
-    await slow.mirror(part)
+    await slow.mirror(output)
     assert steps(database) == [20]
     assert collected
     for row in rows(database):
@@ -110,17 +110,17 @@ async def test_a_manifest_that_names_the_file_of_another_project_does_not_get_it
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     """It is written by the job, which may say anything."""
-    part = begin(database, host)
+    output = begin(database, host)
     others = store.put(b"of others")
     database.run(lambda s: rights.record(s, {(others, "others")}))
     host.checkpoint("outputs/c-10", 10, weights=b"of others")
     host.files["outputs/c-10/weights"] = b"unrelated"
     mirror = CheckpointMirror(store, Gateway(database))
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert steps(database) == []
     assert store.read(others) == b"of others"
     host.files["outputs/c-10/weights"] = b"of others"
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert steps(database) == [10]
 
 
@@ -128,7 +128,7 @@ async def test_a_manifest_that_names_the_file_of_another_project_does_not_get_it
 async def test_a_torn_one_is_skipped(
     torn: str, database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     mirror = CheckpointMirror(store, Gateway(database))
     host.checkpoint("outputs/c-10", 10, weights=b"good")
     host.checkpoint("outputs/c-20", 20, weights=b"bad!")
@@ -136,10 +136,10 @@ async def test_a_torn_one_is_skipped(
         del host.files["outputs/c-20/weights"]
     else:
         host.files["outputs/c-20/weights"] = b"BAD!" if torn == "changed" else b"ba"
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert steps(database) == [10]
     host.files["outputs/c-20/weights"] = b"bad!"
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert steps(database) == [10, 20]
 
 
@@ -162,11 +162,11 @@ async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
     """Not even its other files are fetched."""
-    part = begin(database, host)
+    output = begin(database, host)
     mirror = CheckpointMirror(BlobStore(tmp_path / "blobs", largest=50), Gateway(database))
     for step in (10, 20):
         host.checkpoint(f"outputs/c-{step}", step, config=b"small", weights=b"w" * 100)
-        await mirror.mirror(part)
+        await mirror.mirror(output)
         assert (steps(database), host.read_bytes()) == ([], 0)
     (why,) = told(database)
     assert why.startswith("outputs/c-10 is not mirrored: outputs/c-10/weights: ")
@@ -174,7 +174,7 @@ async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
     (alarm,) = alarms(database)
     assert "outputs/c-20" in alarm
     host.checkpoint("outputs/c-30", 30, weights=b"w" * 10)
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert (steps(database), alarms(database), len(told(database))) == ([30], [], 1)
 
 
@@ -193,13 +193,13 @@ class Hasty(WorkFolder):
 async def test_one_for_which_there_is_no_room_is_not_begun(
     database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     host.checkpoint("outputs/c-10", 10, weights=b"w" * 100)
     host.asked.clear()
     for free, come in ((150, []), (152, [10])):
         usage = SimpleNamespace(total=1000, free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        await CheckpointMirror(store, Gateway(database)).mirror(part)
+        await CheckpointMirror(store, Gateway(database)).mirror(output)
         assert steps(database) == come
         assert bool(host.read_bytes()) == bool(come)
     assert "5% of the control machine's disk" in told(database)[0]
@@ -210,17 +210,17 @@ async def test_those_that_are_gone_before_they_have_come_are_told_when_none_come
 ) -> None:
     """One now and then is how many trainers do it."""
     host = Hasty()
-    part, mirror = begin(database, host), CheckpointMirror(store, Gateway(database))
+    output, mirror = begin(database, host), CheckpointMirror(store, Gateway(database))
     for step in range(10, 90, 10):
         host.hasty = step != 30
         host.checkpoint(f"outputs/c-{step}", step, weights=b"w")
-        await mirror.mirror(part)
+        await mirror.mirror(output)
         assert len(told(database)) == int(step >= 60)
     assert steps(database) == [30]
     assert "c-60 is not mirrored: it" in told(database)[0]
     host.hasty = False
     host.checkpoint("outputs/c-90", 90, weights=b"w")
-    await mirror.mirror(part)
+    await mirror.mirror(output)
     assert (steps(database), alarms(database)) == ([30, 90], [])
 
 
@@ -231,7 +231,7 @@ SOAK, SOAK_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)
 async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
     death: int, database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
+    output = begin(database, host)
     host.checkpoint("outputs/c-10", 10, one=b"1" * 100, two=b"2" * 100)
     effects = 0
 
@@ -242,19 +242,19 @@ async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
             raise Death
 
     with pytest.raises(Death):
-        await CheckpointMirror(store, Gateway(database, hook)).mirror(part)
+        await CheckpointMirror(store, Gateway(database, hook)).mirror(output)
     for row in rows(database):
         assert all(listed[0] in store for listed in row.manifest.values())
-    await CheckpointMirror(store, Gateway(database)).mirror(part)
+    await CheckpointMirror(store, Gateway(database)).mirror(output)
     assert steps(database) == [10]
 
 
 async def test_of_a_gang_the_leader_has_the_checkpoint(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
-    part = begin(database, host, rank=1)
+    output = begin(database, host, rank=1)
     host.checkpoint("outputs/c-10", 10, weights=b"x")
-    await CheckpointMirror(store, Gateway(database)).mirror(part)
+    await CheckpointMirror(store, Gateway(database)).mirror(output)
     assert (host.asked, steps(database)) == ([], [])
 
 
@@ -279,15 +279,15 @@ async def test_a_job_that_began_anew_keeps_what_it_does_now(
 async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
-    part: Part = begin(database, host)
+    output: MemberOutput = begin(database, host)
     host.checkpoint("outputs/c-10", 10, weights=b"x")
 
     def taken(session: Session) -> None:
-        session.get_one(Attempt, part.epoch).owner = "another"
+        session.get_one(Attempt, output.epoch).owner = "another"
 
     database.run(taken)
     with pytest.raises(Stale):
-        await CheckpointMirror(store, Gateway(database)).mirror(part)
+        await CheckpointMirror(store, Gateway(database)).mirror(output)
     assert steps(database) == []
 
 

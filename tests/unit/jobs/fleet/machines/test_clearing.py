@@ -19,7 +19,7 @@ from groupwise.jobs.fleet.machines.clearing import (
     forgettable,
     needed_blobs,
 )
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
@@ -53,7 +53,7 @@ def write(database: Database, *attempts: Ended) -> list[tuple[str, int]]:
     """Their names."""
 
     def rows(session: Session) -> list[tuple[str, int]]:
-        now = seconds(session)
+        now = database_time(session)
         for vm in {each.vm for each in attempts} | {"m"}:
             session.merge(VM(vm_id=vm))
         names: list[tuple[str, int]] = []

@@ -10,6 +10,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.operations import jobs, status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.requeue import RequeueManager
 from groupwise.jobs.fleet.store import database as databases
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     Member,
     Reservation,
 )
-from groupwise.jobs.fleet.verbs import jobs, status
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts import answers, keys
 from groupwise.jobs.hosts.answers import Observation
 from groupwise.jobs.hosts.framing import BadAnswer
@@ -82,7 +82,7 @@ class Fleet:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.start = database.run(databases.seconds) - 10_000
+        self.start = database.run(databases.database_time) - 10_000
         """So that all looks of a test lie behind us, as looks do."""
         self.round = 0
 
@@ -158,7 +158,7 @@ def fleet(database: Database) -> Fleet:
 def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
     submit(fleet.database, "waits", gpus=1)
     assert claimed_ids(fleet.database) == []
-    assert fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
+    assert fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.database_time))
     vm = fleet.vm
     assert (vm.contact, vm.degraded, vm.boot_id, vm.problem) == ("ok", False, "boot-1", None)
     assert vm.facts["cpus"] == 8
@@ -167,7 +167,7 @@ def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
     assert statuses(fleet.database) == {"waits": "queued"}
     assert fleet.events("vm.") == ["vm.reachable"]
     before = fleet.events()
-    fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
+    fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.database_time))
     assert fleet.events() == before
 
 
@@ -245,7 +245,7 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     job = submit(fleet.database, "back", gpus=1)
     cancelled = submit(fleet.database, "over", gpus=1)
     fleet.database.run(lambda s: jobs.cancel(s, Actor("user:x"), cancelled))
-    now = fleet.database.run(databases.seconds)
+    now = fleet.database.run(databases.database_time)
     fleet.look(gpu(0), gpu(1), at=now, attempts=[running("back", 7), running("over", 8)])
     assert claimed_ids(fleet.database) == []
     shown = fleet.database.run(lambda s: jobs.show(s, Actor("user:x"), job))
@@ -281,7 +281,7 @@ def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
 ):
     fleet.look(gpu(0))
     submit(fleet.database, "back", gpus=1)
-    now = fleet.database.run(databases.seconds)
+    now = fleet.database.run(databases.database_time)
     fleet.look(gpu(0), at=now, **alive)
     assert [each[:2] for each in strays(fleet)] == [("back", 7)]
     if "attempts" in alive:
@@ -310,7 +310,7 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
     """Its machine refuses others there, also where nothing of it is seen on the GPU."""
     gpus = [gpu(0), gpu(1), gpu(2)]
     fleet.set(cpu_slots=2)
-    now = fleet.database.run(databases.seconds)
+    now = fleet.database.run(databases.database_time)
     holding = [
         running("old", 7, gpus=["GPU-0"]),
         running("older", 6, gpus=["GPU-1"], share_mb=30_000),
@@ -334,7 +334,7 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
 
 
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
-    now = fleet.database.run(databases.seconds)
+    now = fleet.database.run(databases.database_time)
     fleet.look(gpu(0), at=now)
     fleet.set(observed_round=now + 3600, facts={"missed_at": now + 3600})
     assert fleet.look(gpu(0, mig=True), at=now + 1)
@@ -390,7 +390,7 @@ def test_one_gpu_that_is_lost_leaves_the_others_in_use(fleet: Fleet):
     told = fleet.database.read(lambda s: list(status.alarms(s, Actor("user:x"))))
     assert [line in alarm["message"] for alarm in told if alarm["kind"] == "degraded"] == [True]
     submit(fleet.database, "waits", gpus=3)
-    now = fleet.database.run(databases.seconds)
+    now = fleet.database.run(databases.database_time)
     fleet.look(gpu(0), probe={"status": "ok", "lines_not_read": ["%%%"]}, at=now)
     assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "degraded", "GPU-2": "degraded"}
     assert "%%%" in (fleet.gpus()["GPU-2"].detail or "")

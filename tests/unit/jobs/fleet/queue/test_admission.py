@@ -23,12 +23,12 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.operations import jobs, machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission, fair_share, kinds
 from groupwise.jobs.fleet.queue.request import JobRequest, from_document
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import Job, Project
-from groupwise.jobs.fleet.verbs import jobs, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
@@ -415,7 +415,7 @@ def in_order(database: Database) -> list[str]:
 
 def created(database: Database, hours: float) -> str:
     """A time as people write it into a row: so many hours ago."""
-    then = datetime.fromtimestamp(database.run(seconds) - 3600 * hours, UTC)
+    then = datetime.fromtimestamp(database.run(database_time) - 3600 * hours, UTC)
     text_of = "%Y-%m-%d %H:%M:%S.%f"
     return then.strftime(text_of if database.dialect == "sqlite" else f"{text_of}+00:00")
 
@@ -428,7 +428,7 @@ def test_the_order_within_a_project_is_by_time_less_priority(
     draw = random.Random(7)
     monkeypatch.setattr(fair_share, "TURN_SECONDS", 900.0)
     due: dict[str, float] = {}
-    began = database.run(seconds)
+    began = database.run(database_time)
     for n in range(60):
         hours, priority = draw.randrange(5) + n / 1000, draw.randrange(-2, 3)
         insert(database, f"j{n:02}", created_at=created(database, hours), priority=priority)

@@ -5,6 +5,7 @@
 3. Capacity of which nobody told is found by the next claim.
 """
 
+from collections.abc import Collection
 from itertools import combinations
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations import machines
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.fleet.store.database import Database, seconds
-from groupwise.jobs.fleet.store.tables import VM, Job
-from groupwise.jobs.fleet.verbs import machines
-from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.store.database import Database, database_time
+from groupwise.jobs.fleet.store.tables import VM, Job, Project
 from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
     claim_some,
@@ -151,7 +152,7 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
     submit(database, "job", gpus=1)
     looked = capacity.view_of_room
 
-    def look(session: Session, projects: list[str]) -> capacity.View:
+    def look(session: Session, projects: list[str]) -> capacity.FreeCapacity:
         found = looked(session, projects)
         session.execute(update(VM).values(projects=["others"]))
         return found
@@ -197,6 +198,35 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
     database.read(compare)
 
 
+def test_few_machines_are_read_under_the_lock_where_many_have_room(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with more room are among them. A job that fits on another one is woken by the next claim."""
+    monkeypatch.setattr(capacity, "MOST_NAMED", 2)
+    database.run(lambda s: s.add(Project(name="p", max_gpus=9)))
+    for name in ("a", "b", "c", "y", "z"):
+        add_machine(database, name, 1, cpu_slots=1)
+    for name in ("y", "z"):
+        submit(database, f"on-{name}", gpus=1, vm=name)
+    assert len(claim_some(database)) == 2
+    for name in ("y", "z"):
+        submit(database, f"after-{name}", project="p", gpus=1, vm=name)
+    assert claimed_ids(database) == []
+    read: list[Collection[str] | None] = []
+    reading = capacity.machines
+
+    def read_machines(session: Session, now: float, vm_ids: Collection[str] | None = None) -> Any:
+        read.append(vm_ids)
+        return reading(session, now, vm_ids)
+
+    monkeypatch.setattr(capacity, "machines", read_machines)
+    assert finish(database, "on-z") == 1
+    database.run(lambda s: end(s, "on-y"))
+    assert wake(database) == 0
+    assert [len(vm_ids or ()) for vm_ids in read] == [3, 2]
+    assert [claimed_ids(database) for _ in range(2)] == [["after-z"], ["after-y"]]
+
+
 def test_why_a_job_waits(database: Database) -> None:
     full_fleet(database, waiting=1)
     assert explain(database, "w0") == ["vm-1: 0 of 2 fitting GPUs free, 1 wanted"]
@@ -206,7 +236,7 @@ def test_why_a_job_waits(database: Database) -> None:
     submit(database, "after", gpus=0, after=["w0:ok"])
     assert "w0 has completed" in explain(database, "after")[0]
     finish(database, "r0", "queued", "network")
-    later = database.run(seconds) + 100
+    later = database.run(database_time) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
     assert explain(database, "r0")[0].startswith("it is tried again in ")
     execute(database, """UPDATE attempts SET evidence = '{"because": "exit code 1"}'""")

@@ -13,9 +13,11 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.fleet import MOST_SLOTS
 from groupwise.jobs.fleet.attempts import ending
 from groupwise.jobs.fleet.attempts.decide import Move
+from groupwise.jobs.fleet.operations import jobs, projects
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import claim, kinds, requeue_pending
 from groupwise.jobs.fleet.states import AttemptState, Outcome
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import (
     Attempt,
     Checkpoint,
@@ -24,8 +26,6 @@ from groupwise.jobs.fleet.store.tables import (
     Project,
     Reservation,
 )
-from groupwise.jobs.fleet.verbs import jobs, projects
-from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.unit.jobs.fleet.queue_helpers import (
@@ -48,12 +48,12 @@ def attempt_of(database: Database, epoch: int) -> Attempt:
 def test_an_attempt_with_all_that_it_holds(database: Database) -> None:
     add_machine(database, "vm-1", 4)
     submit(database, "one", gpus=2)
-    before = database.run(seconds)
+    before = database.run(database_time)
     (made,) = claim_some(database, owner="me")
     attempt = attempt_of(database, made.epoch)
     found = (attempt.state, attempt.owner, attempt.number, attempt.generation)
     assert found == ("reserved", "me", 0, 0)
-    assert before + 30 <= attempt.lease_until <= database.run(seconds) + 30
+    assert before + 30 <= attempt.lease_until <= database.run(database_time) + 30
     assert attempt.previous_failure is attempt.resume_from is attempt.spec is None
     members = database.run(lambda s: s.scalars(select(Member)).all())
     assert [(m.epoch, m.rank, m.vm_id) for m in members] == [(made.epoch, 0, "vm-1")]
@@ -185,7 +185,7 @@ def test_what_may_not_begin_does_not(database: Database) -> None:
     add_machine(database, "vm-1", 8)
     for name in ("held", "later", "cancelled"):
         submit(database, name, gpus=1, hold=name == "held")
-    later = database.run(seconds) + 1000
+    later = database.run(database_time) + 1000
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'later'", t=later)
     execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'cancelled'")
     execute(database, "INSERT INTO jobs (job_id) VALUES ('by-hand')")  # nobody has admitted it

@@ -104,9 +104,9 @@ def test_machines_that_fail_cost_a_job_nothing_of_its_own_budget() -> None:
 
 
 def test_pauses_grow_and_are_drawn_from_all_of_their_range() -> None:
-    chance = random.Random(7)
+    rng = random.Random(7)
     for failures, bound in ((1, 10.0), (2, 20.0), (4, 80.0), (50, BACKOFF_CAP)):
-        drawn = [backoff(failures, chance) for _ in range(500)]
+        drawn = [backoff(failures, rng) for _ in range(500)]
         assert max(drawn) <= bound
         assert max(drawn) > 0.9 * bound
         assert min(drawn) < 0.1 * bound

@@ -304,12 +304,12 @@ def withheld(draw: st.DrawFn) -> Held:
 @settings(max_examples=60)
 @given(fleets(), needs(), withheld(), st.randoms())
 def test_a_place_is_found_whenever_there_is_one(
-    fleet: list[Machine], asked: Resources, held: Held, chance: random.Random
+    fleet: list[Machine], asked: Resources, held: Held, rng: random.Random
 ) -> None:
     answer = place(asked, fleet, held_for_others=held)
     possible = sum(gives(machine, asked, held) for machine in fleet) >= asked.machines
     assert isinstance(answer, Placement) == possible
-    shuffled = [replace(m, gpus=_mixed(m.gpus, chance)) for m in _mixed(fleet, chance)]
+    shuffled = [replace(m, gpus=_mixed(m.gpus, rng)) for m in _mixed(fleet, rng)]
     assert place(asked, shuffled, held_for_others=held) == answer
     if isinstance(answer, Placement):
         assert all(has_room(m) for m in fleet if any(m.vm_id == s.vm_id for s in answer.seats))
@@ -367,9 +367,9 @@ def test_of_many_machines_that_are_alike_few_are_examined() -> None:
     assert find_seat.call_count == 5
 
 
-def _mixed(items: Iterable[Any], chance: Any) -> Any:
+def _mixed(items: Iterable[Any], rng: Any) -> Any:
     mixed = list(items)
-    chance.shuffle(mixed)
+    rng.shuffle(mixed)
     return tuple(mixed)
 
 

@@ -2,20 +2,22 @@
 
 import sqlite3
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.store.database import CommitUnknown, Database, DatabaseFailure, connect
-from groupwise.jobs.fleet.store.engine import parse
+from groupwise.jobs.fleet.store.engine import LOCK_SECONDS, parse
 from tests.unit.jobs.fleet.store.test_database import names, put
 
 
 class Naps:
     """In place of sleeping."""
 
-    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+    def __init__(self, then: Callable[[int], object] | None = None) -> None:
         self.taken: list[float] = []
         self._then = then
 
@@ -59,6 +61,21 @@ def test_a_busy_database_is_tried_again(file: Path, monkeypatch: pytest.MonkeyPa
     assert len(naps.taken) == 5
     assert all(0 <= nap <= 0.01 * 2**n for n, nap in enumerate(naps.taken))
     assert len(set(naps.taken)) == 5
+
+
+def test_a_wait_for_a_lock_is_repeated(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it takes as long as PostgreSQL lets a transaction wait."""
+    clock = SimpleNamespace(monotonic=count(step=LOCK_SECONDS).__next__)
+    monkeypatch.setattr("groupwise.jobs.fleet.store.database.time", clock)
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    database = impatient(file, Naps(lambda _: other.execute("COMMIT")), monkeypatch)
+    try:
+        database.run(put("a"))
+        assert database.read(names) == ["a"]
+    finally:
+        database.close()
+        other.close()
 
 
 def test_who_may_write_has_locked_before_it_reads(file: Path) -> None:

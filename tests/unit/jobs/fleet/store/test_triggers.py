@@ -25,9 +25,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from groupwise.api.schemas.fleet import MOST_INTEGER
+from groupwise.jobs.fleet.operations.machines import VM_ID
 from groupwise.jobs.fleet.store import triggers
 from groupwise.jobs.fleet.store.database import Database
-from groupwise.jobs.fleet.verbs.machines import VM_ID
 from tests.unit.jobs.fleet.queue_helpers import execute
 
 JOBS = {

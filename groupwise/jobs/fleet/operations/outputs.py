@@ -22,10 +22,10 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.files.artefacts import artefact_folder, record_of
+from groupwise.jobs.fleet.operations import find
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, checkpoint_document
 from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
-from groupwise.jobs.fleet.verbs import find
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, checkpoint_document
 
 REMEMBERED = 4
 """Records, and as many jobs with checkpoints, whose names are cached: the names of 100,000 files take some 20 MB of memory."""

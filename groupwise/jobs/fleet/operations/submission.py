@@ -20,6 +20,10 @@ from groupwise.api.schemas.idempotency import key_problem
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import LONGEST_MESSAGE
+from groupwise.jobs.fleet.operations import status, visibility
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, job_document
+from groupwise.jobs.fleet.operations.find import which_there_are
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue import pending_reasons as waits
 from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
@@ -30,10 +34,6 @@ from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job
-from groupwise.jobs.fleet.verbs import status, visibility
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, job_document
-from groupwise.jobs.fleet.verbs.find import which_there_are
 from groupwise.jobs.hosts.answers import vendor_of
 
 DEFAULT_PROJECT = "default"
@@ -45,7 +45,7 @@ Requirements = tuple[
 ]
 """What a job requires: machine, labels, GPU model, GPUs by index or UUID, any GPU."""
 _Unmet = tuple[str, str, Sequence[str], str]
-"""The unmet requirement in words; a name (if any), the existing names, and the verb that adds more."""
+"""The unmet requirement in words; a name (if any), the existing names, and the command that adds more."""
 
 
 def submit_all(

@@ -1,5 +1,5 @@
-"""A disk that is full while clients train by verbs: nothing is told that could not be written down, nothing is done twice, and with room
-again everything goes on by itself, to the same answers."""
+"""A disk that is full while clients train through the Tinker API: nothing is told that could not be written down, nothing is
+done twice, and with room again everything goes on by itself, to the same answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.disks import fill, small_disk
 from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
 from tests.unit.server.tinker.test_engine_manager import CALLS, TIMEOUT_S, Loop, plain, undisturbed
-from tests.unit.server.tinker.verb_service import Disk, Server, serving
+from tests.unit.server.tinker.tinker_service import Disk, Server, serving
 
 AGAIN = (LedgerUnavailable, StoreError)
 PAUSE_S = 0.05

@@ -7,9 +7,9 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations import jobs, prune, submission
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Member, Reservation
-from groupwise.jobs.fleet.verbs import jobs, prune, submission
 
 # --- submitting
 

@@ -13,10 +13,10 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations import jobs
+from groupwise.jobs.fleet.operations.jobs import JobFilter
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store.tables import Attempt, Job
-from groupwise.jobs.fleet.verbs import jobs
-from groupwise.jobs.fleet.verbs.jobs import JobFilter
 
 WAITING = ["queued", "pending", "held"]
 FINAL = ["completed", "failed", "cancelled"]
@@ -71,9 +71,9 @@ def test_jobs_are_listed_by_their_ids(small: Any) -> None:
 
 def test_a_job_of_another_project_does_not_exist(small: Any) -> None:
     job = small.job(project="theirs")
-    for verb in (jobs.show, jobs.cancel, jobs.hold, jobs.release, jobs.retry):
+    for operation in (jobs.show, jobs.cancel, jobs.hold, jobs.release, jobs.retry):
         with pytest.raises(Refusal, check=lambda refused: refused.code == "unknown_job"):
-            small.as_("ours").do(verb, job)
+            small.as_("ours").do(operation, job)
     assert small.row(job).status == "queued"
 
 
@@ -119,9 +119,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("verb", CHANGES)
-def test_many_become_what_each_becomes_alone(small: Any, verb: str) -> None:
-    alone, change = CHANGES[verb]
+@pytest.mark.parametrize("operation", CHANGES)
+def test_many_become_what_each_becomes_alone(small: Any, operation: str) -> None:
+    alone, change = CHANGES[operation]
     single, many = ([small.job(status) for status in (*WAITING, "running", *FINAL)] for _ in "12")
     told: list[str | None] = []
     for job in single:

@@ -19,8 +19,8 @@ from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, paginate
-from groupwise.dashboard.runs.comparing import differences
-from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
+from groupwise.dashboard.runs.compare_runs import differences
+from groupwise.dashboard.runs.rollouts import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.records import CompletedPrompt, GroupScore, RolloutFilter
 from groupwise.runs.search import PromptFilter
@@ -44,7 +44,7 @@ Key = tuple[int, str] | str
 """Identifies a prompt: its example number and text if both sides have the same data, else only its text."""
 
 
-class AnswersQuery(Query):
+class CompareAnswersQuery(Query):
     """Parameters of a comparison: two sides, and which prompts. A side is `RUN`, or `RUN@STEP` for its answers until that step."""
 
     a: str = ""
@@ -85,7 +85,7 @@ class Pair:
 
 def compare(visit: Visit) -> Page:
     """A page of the prompts that both have answered."""
-    query = visit.query(AnswersQuery)
+    query = visit.query(CompareAnswersQuery)
     if not query.a or not query.b:
         raise UsageError(
             "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
@@ -147,7 +147,7 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _asked_filter(side: Side, query: AnswersQuery) -> PromptFilter:
+def _asked_filter(side: Side, query: CompareAnswersQuery) -> PromptFilter:
     return PromptFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
 
 

@@ -18,15 +18,15 @@ from groupwise.api.schemas.fleet import MOST_SECONDS
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.files import clearing
 from groupwise.jobs.fleet.files.clearing import remove_files, size_of_files
+from groupwise.jobs.fleet.operations import find
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document
+from groupwise.jobs.fleet.operations.projects import WAITING
 from groupwise.jobs.fleet.queue.request import dependency
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Checkpoint, Job, Member, Reservation
-from groupwise.jobs.fleet.verbs import find
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document
-from groupwise.jobs.fleet.verbs.projects import WAITING
 from groupwise.jobs.hosts.files import BlobStore
 
 AT_ONCE = 500
@@ -47,7 +47,7 @@ def old_jobs(
             "invalid_request",
             f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
         )
-    ended_before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
+    ended_before = datetime.fromtimestamp(database_time(session) - older_than, UTC)
     query = (
         select(Job.job_id)
         .where(Job.status.in_(FINAL if status is None else status & FINAL))

@@ -1,6 +1,6 @@
 """Finds rows by the names that users give, or refuses with a list of those that exist.
 
-A verb that changes a row locks it, so that its checks still hold when it writes.
+An operation that changes a row locks it, so that its checks still hold when it writes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 Columns = TypeVarTuple("Columns")
 

@@ -9,13 +9,13 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import LEAST_WEIGHT, MOST_INTEGER, MOST_WEIGHT
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, project_document
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.capacity import GPUS_OF_ENGINE
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Project, Reservation
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, project_document
 
 WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
 """The statuses of waiting jobs, as in the index of the table."""

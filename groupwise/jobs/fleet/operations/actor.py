@@ -1,7 +1,7 @@
-"""The actor that calls a verb: a user at the command line, or the holder of a key of its API.
+"""The actor that calls an operation: a user at the command line, or the holder of a key of its API.
 
-Every verb takes an `Actor`. Its name is recorded in the events of its changes. It can see its projects: for the actor, a job of another
-project does not exist, and no answer reveals it. Machines belong to no project, and only an actor bound to no project changes them.
+Every operation takes an `Actor`. Its name is recorded in the events of its changes. It can see its projects: for the actor, a job of
+another project does not exist, and no answer reveals it. Machines belong to no project, and only an actor bound to no project changes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs for the machines of a fleet: add one, show it, keep new work away, give one up.
+"""The operations for the machines of a fleet: add one, show it, keep new work away, give one up.
 
     drain      nothing new is placed there, and running jobs continue. A reason may be given; the fleet itself drains a machine that fails
                every launch
@@ -32,23 +32,23 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.queue import elastic, requeue_pending, untracked_processes
-from groupwise.jobs.fleet.queue.fair_share import WAITING
-from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
-from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.engine import upsert
-from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from groupwise.jobs.fleet.text_validation import text_problems
-from groupwise.jobs.fleet.verbs import find, visibility
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import (
+from groupwise.jobs.fleet.operations import find, visibility
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import (
     Document,
     event_document,
     gpu_document,
     machine_document,
     machine_state,
 )
+from groupwise.jobs.fleet.queue import elastic, requeue_pending, untracked_processes
+from groupwise.jobs.fleet.queue.fair_share import WAITING
+from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import database_time
+from groupwise.jobs.fleet.store.engine import upsert
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.jobs.fleet.text_validation import text_problems
 
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""
@@ -167,7 +167,9 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         )
     before = None if is_new else {"active": False}
     _set_columns(vm, new)
-    vm.observed_round = seconds(session)  # an observation that started before saw the old machine
+    vm.observed_round = database_time(
+        session
+    )  # an observation that started before saw the old machine
     _require_own_folder(session, vm)
     # Rows of GPUs stay for the history, and would be counted.
     gpus = select(GPU.gpu_id).where(GPU.vm_id == new.vm_id).limit(1)
@@ -178,7 +180,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             "engine.",
         )
     vm.lost_at = (
-        (vm.lost_at or seconds(session)) if _may_still_run_there(session, new.vm_id) else None
+        (vm.lost_at or database_time(session)) if _may_still_run_there(session, new.vm_id) else None
     )
     session.flush()
     session.refresh(vm)
@@ -405,7 +407,7 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
         )
     attempts = _open_attempts(session, vm_id)
     if vm.lost_at is None:
-        vm.lost_at = seconds(session)
+        vm.lost_at = database_time(session)
         detail = {"attempts": [attempt.epoch for attempt in attempts]}
         _append_event(
             session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail
@@ -596,7 +598,9 @@ def change(
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
         _require_own_folder(session, vm)
-        vm.observed_round = seconds(session)  # an observation that started before saw the old place
+        vm.observed_round = database_time(
+            session
+        )  # an observation that started before saw the old place
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
     _append_event(session, actor, events.VM_CHANGED, vm, before=before, after=after)
     requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)

@@ -1,4 +1,4 @@
-"""The verbs for submitted jobs: list and show, cancel, hold and release, retry.
+"""The operations for submitted jobs: list and show, cancel, hold and release, retry.
 
 Each change of a job writes an event in the same transaction. Nothing here connects to a machine: cancelling a running job sets a flag in
 its row; the dispatcher that owns its attempt ends it, and records when that is done.
@@ -18,6 +18,14 @@ from sqlalchemy.orm import Session, aliased
 
 from groupwise.api.schemas.fleet import MOST_CHANGED
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations import find, status, visibility
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import (
+    Document,
+    attempt_document,
+    job_document,
+    job_summary,
+)
 from groupwise.jobs.fleet.queue import (
     admission,
     pending_reasons,
@@ -27,7 +35,7 @@ from groupwise.jobs.fleet.queue import (
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import at_one_moment, seconds
+from groupwise.jobs.fleet.store.database import at_one_moment, database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     NEWEST_FIRST,
@@ -36,14 +44,6 @@ from groupwise.jobs.fleet.store.tables import (
     Job,
     Member,
     Reservation,
-)
-from groupwise.jobs.fleet.verbs import find, status, visibility
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import (
-    Document,
-    attempt_document,
-    job_document,
-    job_summary,
 )
 
 MOST_LISTED = 1000
@@ -356,7 +356,7 @@ def _cancel_job(
         _set_status(session, actor, job, JobStatus.CANCELLED, detail)
         requeue_pending.wake(session, actor=actor.name)
     elif job.cancel_requested_at is None:
-        job.cancel_requested_at = seconds(session)
+        job.cancel_requested_at = database_time(session)
         events.append(
             session,
             actor=actor.name,
@@ -461,9 +461,9 @@ def _set_status(
     before = {"status": job.status}
     job.status = to
     job.blocked_reasons = job.blocked_on = None
-    job.waiting_since = seconds(session) if to == JobStatus.QUEUED else None
+    job.waiting_since = database_time(session) if to == JobStatus.QUEUED else None
     if to in FINAL:
-        job.end_time = datetime.fromtimestamp(seconds(session), UTC)
+        job.end_time = datetime.fromtimestamp(database_time(session), UTC)
     events.append(
         session,
         actor=actor.name,

@@ -13,13 +13,13 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.fleet import MOST_SECONDS
 from groupwise.api.schemas.keys import Role, new_key
 from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, key_document
+from groupwise.jobs.fleet.operations.machines import LOCAL
 from groupwise.jobs.fleet.queue.capacity import kept_for
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, ApiKey
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, key_document
-from groupwise.jobs.fleet.verbs.machines import LOCAL
 
 ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
 """Role names in a fleet."""
@@ -44,7 +44,7 @@ def make(
             f"a key cannot last {lasts:g} seconds: more than 0 and at most {MOST_SECONDS:.0f} are wanted, or nothing at all: until it is "
             "revoked.",
         )
-    new_api_key, now = new_key(ROLES[role]), seconds(session)
+    new_api_key, now = new_key(ROLES[role]), database_time(session)
     project_names = None if projects is None else sorted(set(projects))
     row = ApiKey(
         key_id=new_api_key.id,
@@ -86,7 +86,7 @@ def machines_run_as_fleet_user(session: Session, projects: Collection[str] | Non
 
 def bound_submitters(session: Session) -> dict[str, list[str]]:
     """Valid keys that may submit only for some projects, with these projects."""
-    now = seconds(session)
+    now = database_time(session)
     rows = session.execute(
         select(ApiKey.key_id, ApiKey.projects, ApiKey.expires_at)
         .where(ApiKey.role != "read", ApiKey.revoked_at.is_(None))
@@ -109,7 +109,7 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
         )
         raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known_ids}.")
     if key.revoked_at is None:
-        key.revoked_at = seconds(session)
+        key.revoked_at = database_time(session)
         _append_event(session, actor, events.KEY_REVOKED, {"key_id": key_id})
     return key_document(key)
 

@@ -1,7 +1,7 @@
-"""The engine interface for training verbs: several trained adapters over shared bases, each driven step by step by a client.
+"""The engine's interface for the Tinker API: several trained adapters over shared bases, each driven step by step by a client.
 
 The engine holds the models, does not decide the order of their calls, and remembers the saved weights. Its drivers (`training.py`,
-`sampling.py`) call the verbs of one model one at a time, in the order of the client's sequence numbers; calls of different models, and
+`sampling.py`) call the methods of one model one at a time, in the order of the client's sequence numbers; calls of different models, and
 samples, run concurrently. Saved weights (`Stored`) belong to the model that saved them, outlive that model, and are found again after a
 restart of the engine. A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has
 already saved.
@@ -84,7 +84,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class VerbSample:
+class SampleRequest:
     """A prompt to complete once for each seed."""
 
     prompt_ids: tuple[int, ...]
@@ -102,7 +102,7 @@ class VerbSample:
 
 
 @dataclass(frozen=True, slots=True)
-class VerbSampled:
+class SampleResult:
     """The completions in the order of the seeds."""
 
     completions: tuple[Completion, ...]
@@ -113,10 +113,10 @@ class VerbSampled:
     completion_tops: tuple[TopTokens, ...] | None = None
     """The most probable tokens of completions, at the temperature of the sample (1 for 0), before `top_k`, `top_p` and `min_p` apply."""
     target_logprobs: tuple[float, ...] | None = None
-    """Log-probabilities at temperature 1, as many as `VerbSample.prompt_targets`; 0 for -1."""
+    """Log-probabilities at temperature 1, as many as `SampleRequest.prompt_targets`; 0 for -1."""
 
 
-class VerbEngine(Protocol):
+class TinkerEngine(Protocol):
     """See the module."""
 
     def names(self) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class VerbEngine(Protocol):
         """The spec of the model that saved these weights. If they are missing, raises UsageError with a list of the existing ones."""
         ...
 
-    async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
+    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
         """Complete a prompt with stored weights of either kind, or with the base of that name. Cancelling frees its slots.
 
         UsageError: the weights are missing, the prompt is empty or too long, or the parameters are impossible.

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from groupwise.core.types import Example, Group, Rollout, Segment
-from groupwise.dashboard.runs import reading
+from groupwise.dashboard.runs import rollouts
 from groupwise.dashboard.runs.tokens import tokenizer_of
 from groupwise.runs.records import RolloutFilter, StepRecord, WarningRecord
 from groupwise.runs.store import Store
@@ -88,7 +88,7 @@ async def test_long_texts_are_cut_in_lists(tmp_path: Path, odd: str, count: int)
 async def test_tokens_come_in_pages_that_read_as_one_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "TOKENS", 7)
+    monkeypatch.setattr(rollouts, "TOKENS", 7)
     run = write_run(tmp_path / "tokens", 0)
     with_letters_and_bytes(run)
     euro = tuple(26 + each for each in "€".encode())

@@ -1,6 +1,6 @@
-"""An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing`.
+"""An engine for the Tinker API that is small enough to read: several adapters, each the table of logits of `groupwise.testing`.
 
-It keeps the contract of `groupwise.server.engine.verb_protocol` with the true gradient of the loss `given`, plain steps in place of
+It keeps the contract of `groupwise.server.engine.tinker_protocol` with the true gradient of the loss `given`, plain steps in place of
 AdamW's, and what is saved as files. `calls` lists its calls in order.
 """
 
@@ -23,14 +23,14 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
-from groupwise.server.engine.verb_protocol import (
+from groupwise.server.engine.tinker_protocol import (
     Base,
     Computed,
     ModelSpec,
     NoRoom,
+    SampleRequest,
+    SampleResult,
     Stored,
-    VerbSample,
-    VerbSampled,
 )
 from groupwise.testing import ALPHABET, END_ID, FakeLearner, FakeSampler
 
@@ -38,13 +38,13 @@ BASE = Base("letters", 64, (END_ID,), "table", "letters")
 
 
 @dataclass
-class FakeVerbs:
-    """A `groupwise.server.engine.verb_protocol.VerbEngine` of one base, in a folder."""
+class FakeTinkerEngine:
+    """A `groupwise.server.engine.tinker_protocol.TinkerEngine` of one base, in a folder."""
 
     folder: Path
     max_models: int = 4
     calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Verb and model, in the order in which they were begun."""
+    """Method and model, in the order in which they were begun."""
     hold: asyncio.Event | None = None
     """While it is not set, forward passes wait."""
 
@@ -124,7 +124,7 @@ class FakeVerbs:
     async def saved(self, stored: Stored) -> ModelSpec:
         return self.folders.read(stored).spec
 
-    async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
+    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
         self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
         learner = FakeLearner("sampler", self.folder / "served")
         if isinstance(weights, Stored):
@@ -149,7 +149,7 @@ class FakeVerbs:
                 ),
             )
         ]
-        return VerbSampled(
+        return SampleResult(
             completions,
             logprobs if order.prompt_logprobs else None,
             tops[0] if order.prompt_top else None,
@@ -163,9 +163,9 @@ class FakeVerbs:
         )
 
     async def _compute(
-        self, verb: str, model: str, rows: Sequence[Row], loss: LossSpec
+        self, method: str, model: str, rows: Sequence[Row], loss: LossSpec
     ) -> Computed:
-        self.calls.append((verb, model))
+        self.calls.append((method, model))
         if self.hold is not None:
             await self.hold.wait()
         for row in rows:

@@ -1,4 +1,4 @@
-"""The verbs of one server over an engine that keeps a list for each model of what was done to it."""
+"""The Tinker API of one server over an engine that keeps a list for each model of what was done to it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from groupwise.core.retry import Timing
 from groupwise.core.types import Completion, UpdateResult
 from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
-from groupwise.server.engine.verb_protocol import (
+from groupwise.server.engine.tinker_protocol import (
     Base,
     Computed,
     ModelSpec,
+    SampleRequest,
+    SampleResult,
     Stored,
-    VerbSample,
-    VerbSampled,
 )
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.engine_manager import VerbEngineHost
-from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.engine_manager import TinkerEngineManager
+from groupwise.server.tinker.service import TinkerService
 from groupwise.server.tinker.tensors import messages
 
 
@@ -43,7 +43,7 @@ class Disk:
     """`before` or `after` by the number of the call."""
     engines: int = 0
     poison: str | None = None
-    """A verb that ends every engine."""
+    """A method that ends every engine."""
     fails: int = 0
     """So many forward passes with gradient fail half done."""
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,10 +62,10 @@ class FakeEngine:
         self.models: dict[str, list[str]] = {}
         disk.engines += 1
 
-    async def call(self, verb: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         await asyncio.sleep(0)
         await self._disk.goes_on.wait()
-        name = verb.removeprefix("models.")
+        name = method.removeprefix("models.")
         if self._gone:
             raise EngineLost("It has ended.")
         self._disk.called += 1
@@ -118,12 +118,12 @@ class FakeEngine:
     def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self._save(Stored(model, "sampler_weights", name), False, call)
 
-    def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
+    def sample(self, stored: Stored | None, order: SampleRequest) -> SampleResult:
         if stored is not None:
             self._disk.folders.read(stored)
         drawn = [Completion((7,), (-1.0,), "length", seed, 0, "") for seed in order.seeds]
         known = (-1.0,) * (len(order.prompt_ids) - 1) if order.prompt_logprobs else None
-        return VerbSampled(tuple(drawn), known)
+        return SampleResult(tuple(drawn), known)
 
     def _save(self, stored: Stored, overwrite: bool, call: int) -> None:
         model = stored.model
@@ -164,7 +164,7 @@ async def _at_once(seconds: float) -> None:
 
 
 class Server:
-    """What a server has of the verbs, on one folder."""
+    """The Tinker API of a server, on one folder."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self.disk = disk
@@ -176,7 +176,7 @@ class Server:
             self.engine = FakeEngine(disk)
             return self.engine
 
-        self.host = VerbEngineHost(
+        self.host = TinkerEngineManager(
             runs=cast("Any", NoRuns()),
             supervisor=EngineSupervisor(make, Limits(restarts=10), Timing(sleep=_at_once)),
             ledger=self.ledger,
@@ -185,7 +185,7 @@ class Server:
             most=4,
             longest=64,
         )
-        self.service = VerbService(self.host, self.ledger, keep_every=2)
+        self.service = TinkerService(self.host, self.ledger, keep_every=2)
 
     async def begin(self) -> None:
         await self.host.open()

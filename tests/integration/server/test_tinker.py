@@ -36,7 +36,7 @@ from tests.integration.server.server_process import Server, running
 
 pytestmark = pytest.mark.slow
 
-DRIVER = Path(__file__).parent / "verbs_driver.py"
+DRIVER = Path(__file__).parent / "tinker_driver.py"
 TEXT = (11, 12, 13, 14, 15, 16, 17, 18)
 WEIGHTS = (0.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 STEPS = 7
@@ -45,7 +45,7 @@ TINKER_KEY = KEYS[Role.TRAIN].key.replace("gw-", "tml-")
 
 
 class Client:
-    """`verbs_driver.py`."""
+    """`tinker_driver.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -14,11 +14,14 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.terminal.quantities import byte_size, duration
 from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
+from groupwise.jobs.fleet.operations import find, machines
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import Document, process_document
 from groupwise.jobs.fleet.processes import FOLDER, NATS_CURSOR, PUBLISHING, RELEASE, UNOBSERVED
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.jobs.fleet.store import events
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     VM,
@@ -28,9 +31,6 @@ from groupwise.jobs.fleet.store.tables import (
     Job,
     Member,
 )
-from groupwise.jobs.fleet.verbs import find, machines
-from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.fleet.verbs.documents import Document, process_document
 from groupwise.jobs.hosts.files import LARGEST_BLOB
 
 SILENT_SECONDS = 30.0
@@ -51,7 +51,7 @@ LEAST_FREE = 1_000_000_000
 
 def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
     """The whole document. Only jobs that the actor may see are counted. `folders`: those of the control machine, whose disks fill up."""
-    now = seconds(session)
+    now = database_time(session)
     machine_list = machines.listing(session, actor)
     counts = find.visible(select(Job.status, func.count()).group_by(Job.status), actor)
     by_status = dict(session.execute(counts).all())
@@ -76,7 +76,7 @@ def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Do
 
 def processes(session: Session) -> list[Document]:
     """The processes of the control plane, those that are alive first; long dead ones are left out."""
-    now = seconds(session)
+    now = database_time(session)
     rows = session.scalars(
         select(ControlProcess)
         .where(ControlProcess.seen_at > now - FORGOTTEN_SECONDS)
@@ -189,7 +189,7 @@ def _publishing_alarms(session: Session) -> Iterator[Document]:
     ]
     troubles: list[str | None] = [link["trouble"] for link in nats_links if link]
     since = events.first_end_after(session, NATS_CURSOR) if troubles else None
-    if since is not None and (delay := seconds(session) - since) >= MAX_PUBLISHING_DELAY:
+    if since is not None and (delay := database_time(session) - since) >= MAX_PUBLISHING_DELAY:
         trouble = next(filter(None, troubles), "the log of the tracker says why")
         yield _alarm(
             "ends_not_published",
@@ -225,7 +225,7 @@ def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document
 
 
 def _machine_alarms(session: Session) -> Iterator[Document]:
-    now = seconds(session)
+    now = database_time(session)
     for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
         vm_field = {"vm_id": vm.vm_id}
         if vm.lost_at is not None:
@@ -271,7 +271,7 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
 
 
 def _stray_alarms(session: Session) -> Iterator[Document]:
-    now = seconds(session)
+    now = database_time(session)
     for vm_id, attempt in untracked_processes.on_machines(session):
         yield _alarm(
             "attempt_untracked",
@@ -287,7 +287,7 @@ def _stray_alarms(session: Session) -> Iterator[Document]:
 
 def _gpu_alarms(session: Session) -> Iterator[Document]:
     """Alarms of GPUs in quarantine, and of those that one job's log has recently called broken."""
-    now = seconds(session)
+    now = database_time(session)
     rows = session.scalars(
         select(GPU)
         .join(VM, VM.vm_id == GPU.vm_id)
@@ -359,8 +359,8 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",
-                "nothing is done to it until the machine answers, or is declared lost; if its address, user or key has changed: "
-                f"`groupwise fleet vm set {vm_id} --host … --port …`",
+                f"it is left as it is until the machine answers. If it never will: `groupwise fleet vm mark-lost {vm_id}`; "
+                f"if its address, user or key has changed: `groupwise fleet vm set {vm_id} --host … --port …`",
                 **about,
             )
         else:
@@ -399,7 +399,7 @@ def _not_mirrored_alarms(session: Session, actor: Actor) -> Iterator[Document]:
 
 def _damaged_checkpoint_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     """Alarms of recent damage: the job has continued without the checkpoint, but the same disk holds all other checkpoints."""
-    now = seconds(session)
+    now = database_time(session)
     query = (
         select(Checkpoint.job_id, Checkpoint.step, now - Checkpoint.damaged_at)
         .join(Job, Job.job_id == Checkpoint.job_id)

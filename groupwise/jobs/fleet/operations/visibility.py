@@ -14,8 +14,8 @@ from typing import Any, cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.store.tables import Job
-from groupwise.jobs.fleet.verbs.actor import Actor
 
 Document = dict[str, Any]
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
+from groupwise.jobs.fleet.operations import jobs, machines, status, submission
+from groupwise.jobs.fleet.operations.visibility import HIDDEN
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job
-from groupwise.jobs.fleet.verbs import jobs, machines, status, submission
-from groupwise.jobs.fleet.verbs.visibility import HIDDEN
 from tests.unit.jobs.fleet.queue_helpers import submit
 
 CANARY = "canary-of-others"

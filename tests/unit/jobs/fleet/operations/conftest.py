@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.unit.jobs.fleet.queue_helpers import insert_admitted
 
 T = TypeVar("T")
@@ -20,21 +20,21 @@ ADA = Actor("user:ada")
 
 @dataclass
 class SmallFleet:
-    """Rows, and verbs on them as `ada`."""
+    """Rows, and operations on them as `ada`."""
 
     database: Database
     actor: Actor = ADA
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def do(self, verb: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return self.database.run(lambda session: verb(session, self.actor, *args, **kwargs))
+    def do(self, operation: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return self.database.run(lambda session: operation(session, self.actor, *args, **kwargs))
 
     def as_(self, *projects: str) -> "SmallFleet":
         return SmallFleet(self.database, Actor("key:k1", frozenset(projects)), self._numbers)
 
     def machine(self, vm_id: str = "vm-1", gpus: int = 0, **columns: Any) -> str:
         def write(session: Session) -> None:
-            now = seconds(session)
+            now = database_time(session)
             row: dict[str, Any] = {"user": "u", "contact": "ok", "observed_round": now, **columns}
             session.add(VM(vm_id=vm_id, **row))
             session.flush()
@@ -50,7 +50,7 @@ class SmallFleet:
         def write(session: Session) -> None:
             row: dict[str, Any] = {
                 "job_type": "COMMAND", "rank": float(next(self._numbers)),
-                "admitted_at": seconds(session), "request": {"arguments": ["true"]},
+                "admitted_at": database_time(session), "request": {"arguments": ["true"]},
                 "spec": {"arguments": ["true"]}, "resources": {"gpus": 0}, "shape": "s", **columns,
             }  # fmt: skip
             insert_admitted(session, job_id=job_id, **row)
@@ -83,7 +83,7 @@ class SmallFleet:
         order = ["reserved", "launching", "running", "collecting", "ended"]
 
         def write(session: Session) -> int:
-            now = seconds(session)
+            now = database_time(session)
             attempt = Attempt(job_id=job_id, generation=0, number=0, created_at=now)
             session.add(attempt)
             session.flush()

@@ -17,8 +17,8 @@ from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.dashboard.pages import Page, Query, Visit, live_url, page_route, paginate
 from groupwise.dashboard.runs.curves import title_of
-from groupwise.dashboard.runs.listing import contains_words, matches_words
 from groupwise.dashboard.runs.overview import run_header
+from groupwise.dashboard.runs.run_list import contains_words, matches_words
 from groupwise.dashboard.sources.evaluations import (
     EvaluationResult,
     evaluations_of,
@@ -106,7 +106,7 @@ def evaluations(visit: Visit) -> Page:
     return Page("evaluations.html", data, live=live_url(path.name))
 
 
-class Listing(Query):
+class EvaluationsQuery(Query):
     """Parameters of the list of all evaluations."""
 
     q: str = ""
@@ -116,7 +116,7 @@ class Listing(Query):
 
 def all_evaluations(visit: Visit) -> Page:
     """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
-    query, all_runs = visit.query(Listing), visit.context.runs.all_runs()
+    query, all_runs = visit.query(EvaluationsQuery), visit.context.runs.all_runs()
     runs = [
         run.info.path
         for run in all_runs.runs
@@ -233,7 +233,7 @@ def find_side(visit: Visit, reference: str) -> Side:
     return side_of(*split_reference(reference, visit.context.run_and_step))
 
 
-class Answers(Query):
+class AnswersQuery(Query):
     """Parameters of the answers of an evaluation."""
 
     of: str = Field("", max_length=LONGEST)
@@ -244,7 +244,7 @@ class Answers(Query):
 
 def answers(visit: Visit) -> Page:
     """The prompts with the lowest rewards come first."""
-    query = visit.query(Answers)
+    query = visit.query(AnswersQuery)
     if not query.of:
         raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
     evaluation = find_side(visit, query.of)

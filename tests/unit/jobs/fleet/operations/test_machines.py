@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.machines import observation
-from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.operations import machines, prune
+from groupwise.jobs.fleet.operations.machines import NewMachine
+from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
-from groupwise.jobs.fleet.verbs import machines, prune
-from groupwise.jobs.fleet.verbs.machines import NewMachine
 
 
 def host_key() -> str:
@@ -84,7 +84,7 @@ def test_what_was_given_up_on_a_lost_machine_is_not_pruned_before_it_is_back(sma
 
 def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any) -> None:
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
-    asked_at = small.database.run(seconds)
+    asked_at = small.database.run(database_time)
     set_columns(small, "gpu-1", boot_id="of another one")
     small.do(machines.remove, "gpu-1")
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.9", user="ada", host_key=host_key()))
@@ -125,9 +125,9 @@ def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
 
 def test_who_is_bound_to_projects_changes_no_machine(small: Any) -> None:
     small.machine("vm-1")
-    for verb in (machines.drain, machines.lost, machines.remove, machines.trust):
+    for operation in (machines.drain, machines.lost, machines.remove, machines.trust):
         with pytest.raises(Refusal, check=lambda refused: refused.code == "forbidden"):
-            small.as_("ours").do(verb, "vm-1")
+            small.as_("ours").do(operation, "vm-1")
 
 
 def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:

@@ -1,0 +1,28 @@
+"""Advice on a run from the numbers of its last steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.runs.advice import advice_on
+from groupwise.runs.records import StepRecord
+from groupwise.runs.store import Store
+
+CERTAIN = {"frac_reward_zero_std": 1.0, "groups/distinct": 0.1, "entropy": 0.01}
+
+
+@pytest.mark.parametrize(("solved", "problems"), [
+    (0.5, ["groups without signal", "no entropy left"]),
+    (0.0, ["groups without signal", "nothing solved", "no entropy left"]),
+    (0.95, [""]),
+])  # fmt: skip
+def test_equal_rewards_are_no_fault_of_a_policy_that_solves_its_examples(
+    tmp_path: Path, solved: float, problems: list[str]
+) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.commit_step(
+            StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {**CERTAIN, "rollouts/solved": solved}
+        )
+        assert [advice["problem"] for advice in advice_on(store)] == problems
