@@ -41,7 +41,7 @@ from groupwise.training.loops.rl_prepare import prepare_rl
 from tests.unit.dashboard.dashboard_client import asking
 from tests.web_runs import add_step, write_run
 
-MOST = 1.5
+MAX_GROWTH = 1.5
 CHECKPOINT_STEPS = 100
 MEASURED_STEPS = 50
 """Steps whose commits are timed, at the end of a record."""
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows |= {each["name"]: each for each in found}
         result = {"machine": described, "load": os.getloadavg(), "rows": rows}
         file.write_text(json.dumps(result, indent=1) + "\n")
-    grown = [each for each in found if each["times"] > MOST and not each["because"]]
+    grown = [each for each in found if each["times"] > MAX_GROWTH and not each["because"]]
     return int(given.check and bool(grown))
 
 
@@ -299,7 +299,7 @@ def line(
     times: float,
 ) -> str:
     """The line that is printed for a row of the table."""
-    verdict = "" if times <= MOST else f"   {because or 'MORE THAN 1.5 TIMES'}"
+    verdict = "" if times <= MAX_GROWTH else f"   {because or 'MORE THAN 1.5 TIMES'}"
     return (
         f"{name:<34} {small:>9,} {at_small:9.3f} ms a {unit:<8}"
         f"{large:>10,} {at_large:9.3f} ms   {times:5.2f} times{verdict}"

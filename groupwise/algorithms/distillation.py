@@ -40,7 +40,7 @@ from groupwise.core.types import Group, RolloutCredit
 
 Form: TypeAlias = Literal["sampled", "top_k", "full_vocabulary"]
 
-LEAST_TAIL = 1e-7
+MIN_TAIL = 1e-7
 """Smallest probability of the bucket for the rest: below it float32 cannot tell the k tokens from the whole."""
 
 
@@ -222,6 +222,6 @@ def _from_top_k(batch: TokenBatch, teacher_BT: Tensor, top_k: int) -> tuple[Toke
 def _bucketed_kl(policy_BTK: Tensor, teacher_BTK: Tensor) -> Tensor:
     """KL(policy ‖ teacher) over K tokens and one bucket with the remaining probability of each."""
     within_BT = (policy_BTK.exp() * (policy_BTK - teacher_BTK)).sum(-1)
-    policy_tail_BT = (1 - policy_BTK.exp().sum(-1)).clamp(min=LEAST_TAIL)
-    teacher_tail_BT = (1 - teacher_BTK.exp().sum(-1)).clamp(min=LEAST_TAIL)
+    policy_tail_BT = (1 - policy_BTK.exp().sum(-1)).clamp(min=MIN_TAIL)
+    teacher_tail_BT = (1 - teacher_BTK.exp().sum(-1)).clamp(min=MIN_TAIL)
     return within_BT + policy_tail_BT * (policy_tail_BT.log() - teacher_tail_BT.log())

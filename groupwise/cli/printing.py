@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from groupwise.cli.options import option
 from groupwise.core.terminal.text import clean, one_line
 
-LEAST_WIDTH = 40
+MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
@@ -115,7 +115,7 @@ def fold(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
     lines = clean(text).split("\n")
     if not (stream or sys.stdout).isatty():
         return lines
-    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - indent)
+    width = max(MIN_WIDTH, shutil.get_terminal_size().columns - indent)
     return [
         part
         for line in lines

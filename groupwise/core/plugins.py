@@ -46,7 +46,7 @@ _OTHER_PIP_NAMES = {
 }
 """Import names of packages whose name on PyPI is different."""
 
-MOST_NAMES = 20
+MAX_NAMES = 20
 """Names that a message lists at most."""
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _LIBRARY_FOLDERS = tuple(
@@ -379,8 +379,8 @@ def _unknown_plugin_message(
 
 def _list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    suffix = f" and {len(ordered) - MOST_NAMES} more" if len(ordered) > MOST_NAMES else ""
-    return ", ".join(ordered[:MOST_NAMES]) + suffix if ordered else "none"
+    suffix = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
+    return ", ".join(ordered[:MAX_NAMES]) + suffix if ordered else "none"
 
 
 def _is_users_file(name: str) -> bool:

@@ -24,7 +24,7 @@ CHECK_INTERVAL = 1.0
 """Seconds between two checks."""
 KEEPALIVE_INTERVAL = 15.0
 """Seconds after which something is sent in any case: proxies close silent connections, and a closed browser is noticed by sending."""
-MOST_STREAMS = 100
+MAX_STREAMS = 100
 RETRY_SECONDS = 5.0
 
 StampFunction = Callable[[], Any]
@@ -34,14 +34,14 @@ StampFunction = Callable[[], Any]
 class Streams:
     """Limits the number of open streams."""
 
-    def __init__(self, most: int = MOST_STREAMS) -> None:
+    def __init__(self, most: int = MAX_STREAMS) -> None:
         self._free = threading.Semaphore(most)
 
     def acquire(self) -> None:
         """Count a new stream. Raises `too_busy`."""
         if not self._free.acquire(blocking=False):
             raise Refusal(
-                "too_busy", f"{MOST_STREAMS} pages are open; close some.", retry_after=RETRY_SECONDS
+                "too_busy", f"{MAX_STREAMS} pages are open; close some.", retry_after=RETRY_SECONDS
             )
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ ACCURACY = "accuracy"
 SMALL = "smollm2-135m-instruct"
 GEMMA = "google/gemma-3-1b-it"
 SAVE_STEPS = 100
-LEAST_SAVE_STEPS = 10
+MIN_SAVE_STEPS = 10
 KEPT = 3
 
 OWN_NAMES = {
@@ -139,7 +139,7 @@ def core_config(
             "name": folder.name,
             "dir": str(folder.parent),
             # A short training saves after each quarter, so a lost machine does not lose everything.
-            "save_steps": min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4)),
+            "save_steps": min(SAVE_STEPS, max(MIN_SAVE_STEPS, config.max_steps // 4)),
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
             "server": server,

@@ -47,7 +47,7 @@ from groupwise.notebook.code_dependencies import (
 
 DEEPEST = 4
 """Most levels of parts with a name of their own, `a.b.c.d`; deeper parts belong to the last of them."""
-MOST_NAMES = 2000
+MAX_NAMES = 2000
 """Most names of a reward. Objects may refer to each other in many ways; further parts then belong to existing names."""
 
 Within = dict[int, tuple[int, Any]]
@@ -140,7 +140,7 @@ class FunctionDescription:
         ):
             return self._describe_content(name, value, {})
         parts = parts_of(value)
-        if parts is None or depth >= DEEPEST or len(self._names_taken) > MOST_NAMES:
+        if parts is None or depth >= DEEPEST or len(self._names_taken) > MAX_NAMES:
             return repr(value) if _is_plain_data(value) else self._describe_content(name, value, {})
         for part, part_value in sorted(parts.items()):
             self._enqueue(f"{name}.{part}" if name else part, part_value, depth + 1)

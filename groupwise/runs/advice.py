@@ -20,11 +20,11 @@ WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "r
 """Metrics: share of groups whose members all have the same reward; share of a group's completions that differ; share of solved rollouts."""
 DISTILLATION = "distillation/kl"
 """Mean KL (nats per token) to the teacher of a distillation; other runs do not have it."""
-MOST_WITHOUT_SIGNAL = 0.7
+MAX_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
-LEAST_DISTINCT = 0.5
+MIN_DISTINCT = 0.5
 """Share of distinct completions below which the members of a group count as alike."""
-MOST_SOLVED = 0.9
+MAX_SOLVED = 0.9
 """Share of solved completions above which equal rewards and sure answers are no fault: the policy has learnt what there is."""
 FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
 
@@ -49,7 +49,7 @@ RULES = (
     Advice(
         WITHOUT_SIGNAL,
         "groups without signal",
-        lambda value: value > MOST_WITHOUT_SIGNAL,
+        lambda value: value > MAX_WITHOUT_SIGNAL,
         "In {value} of the groups all rollouts earn the same, so that these teach nothing.",
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
         "than right from wrong, or warm the model up first (warm_up).",
@@ -58,7 +58,7 @@ RULES = (
     Advice(
         WITHOUT_SIGNAL,
         "groups without signal",
-        lambda value: value > MOST_WITHOUT_SIGNAL,
+        lambda value: value > MAX_WITHOUT_SIGNAL,
         "In {value} of the groups all rollouts earn the same, because most rollouts of a group are alike: there is nothing to choose from.",
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
@@ -75,7 +75,7 @@ RULES = (
     Advice(
         SOLVED,
         "",
-        lambda value: value > MOST_SOLVED,
+        lambda value: value > MAX_SOLVED,
         "{value} of the completions of the last steps are solved: little is left to learn.",
         "Compare it with the untrained model on held-out prompts (groupwise eval). To go on: harder examples, or a reward that tells good "
         "from very good.",
@@ -152,11 +152,11 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     scored, *unscored_shares = (means.get(name, 0.0) for name in outcomes)
     if total := scored + sum(unscored_shares):
         means["rollouts/unscored"] = sum(unscored_shares) / total
-    learnt = means.get(SOLVED, 0.0) > MOST_SOLVED
+    learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
-        applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
+        applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < MIN_DISTINCT)
         if rule.metric == WITHOUT_SIGNAL and DISTILLATION in means:
             continue  # the teacher has something to say of equal rewards, too
         if learnt and rule.metric in FAULTS_UNLESS_LEARNT:

@@ -66,7 +66,7 @@ FINAL_STEP = "final_step"
 BUILDING_SECONDS = 60.0
 """A run still under construction that no process holds counts as dead after this many seconds: building one takes milliseconds."""
 
-MOST_JSON, DEEPEST_JSON = 16 << 20, 200
+MAX_JSON, DEEPEST_JSON = 16 << 20, 200
 """Limits for reading a configuration or summary: bytes, and nesting depth. Far more than any file that we write."""
 
 _LOGGER = logging.getLogger("groupwise")
@@ -339,7 +339,7 @@ def _explaining_folder_errors(runs_dir: Path) -> Generator[None, None, None]:
     except OSError as error:
         reason = "it is a file" if runs_dir.is_file() else error.strerror or str(error)
         raise UsageError(
-            f"run.dir: no run can be made in {runs_dir}: {reason}. Mend that, or name another folder by run.dir=<folder>."
+            f"run.dir: no run can be made in {runs_dir}: {reason}. Fix that, or name another folder by run.dir=<folder>."
         ) from error
 
 
@@ -400,9 +400,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         if path.exists() and not path.is_file():
             raise ValueError("it is no ordinary file")
         with path.open("rb") as file:
-            data = file.read(MOST_JSON + 1)
-        if len(data) > MOST_JSON:
-            raise ValueError(f"it is larger than {MOST_JSON} bytes")
+            data = file.read(MAX_JSON + 1)
+        if len(data) > MAX_JSON:
+            raise ValueError(f"it is larger than {MAX_JSON} bytes")
         content = json.loads(data)
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")

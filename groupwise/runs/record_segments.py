@@ -38,7 +38,7 @@ KEPT = "records"
 """Folder of a run that holds the pieces of deleted checkpoints."""
 MERGED_AT_ONCE = 64
 """Kept pieces that are merged into one: a long run then has a few hundred files, and writes each row of its record three times in all."""
-MOST_CHECKED_BYTES = 512 * 2**20
+MAX_CHECKED_BYTES = 512 * 2**20
 """A larger record is not read as a whole before a resume, which would take longer and longer: it takes 0.6 s of a core for this size."""
 _READ_BY_RESUMES = ("meta", "steps", "metrics", "evaluations", "warnings", "resumes")
 
@@ -213,7 +213,7 @@ def _checkpoint_folders(run: Path) -> list[tuple[int, Path]]:
 def find_damage(record: Path, *, thorough: bool = False) -> str | None:
     """Why a record has to be rebuilt from pieces; None if it is usable, or if rebuilding would not help.
 
-    `thorough` reads the whole file, or, if it is larger than `MOST_CHECKED_BYTES`, the tables that a resume depends on.
+    `thorough` reads the whole file, or, if it is larger than `MAX_CHECKED_BYTES`, the tables that a resume depends on.
     """
     if not record.is_file():
         return "was missing"
@@ -222,7 +222,7 @@ def find_damage(record: Path, *, thorough: bool = False) -> str | None:
             if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                 return "was empty"
             connection.execute("SELECT max(step) FROM steps").fetchone()
-            is_short = record.stat().st_size <= MOST_CHECKED_BYTES
+            is_short = record.stat().st_size <= MAX_CHECKED_BYTES
             checked = () if not thorough else ("1",) if is_short else _READ_BY_RESUMES
             results = [
                 connection.execute(f"PRAGMA quick_check({part})").fetchone() for part in checked

@@ -28,7 +28,7 @@ INDEX_VERSION = "current, trigrams 1"
 """Version of the index, stored in the record's `meta` table if the index covers all rows and this version of the module built it.
 
 A record with another value is indexed again by the next writer that opens it."""
-MOST_TRIGRAMS = 50
+MAX_TRIGRAMS = 50
 """The most trigrams that a search looks up. 50 already match very few texts; more would only slow the query."""
 Execute = Callable[[str, tuple[Any, ...]], object]
 """Runs a statement with its values."""
@@ -51,7 +51,7 @@ def trigram_query(terms: Sequence[str]) -> str:
             trigrams |= dict.fromkeys(
                 term[start : start + 3] for start in (*range(0, last_start, 3), last_start)
             )
-    quoted = ('"{}"'.format(trigram.replace('"', '""')) for trigram in [*trigrams][:MOST_TRIGRAMS])
+    quoted = ('"{}"'.format(trigram.replace('"', '""')) for trigram in [*trigrams][:MAX_TRIGRAMS])
     return " AND ".join(quoted)
 
 

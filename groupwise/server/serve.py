@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 ENGINE = "groupwise.server.engine.core:EngineCore"
 LEDGER = "server.db"
 """File name of the ledger in the output folder."""
-LEAST_FOR_CONNECTIONS = 1.0
+MIN_FOR_CONNECTIONS = 1.0
 """Minimum number of seconds for closing connections, regardless of how long the service has taken."""
 EVENTS_AT_ONCE = 100
 LONGEST_WAIT = 60.0
@@ -315,7 +315,7 @@ class _Server:
                 await built.shut_down(seconds)
         except TimeoutError:
             logger.warning("the service was not done within shutdown_seconds, %g", seconds)
-        seconds_left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
+        seconds_left = max(seconds - (time.monotonic() - began), MIN_FOR_CONNECTIONS)
         http.config.timeout_graceful_shutdown = max(round(seconds_left), 1)
         http.should_exit = True
 

@@ -32,7 +32,7 @@ from tests.chaos import collect_history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
 from tests.history_checker import violations
 
-MOST_WAITING = 14
+MAX_WAITING = 14
 """Jobs that are not over; beyond that clients wait."""
 OPERATED = 0.02
 """How likely an operator looks, each time that clients do something: without one all machines are drained after some minutes."""
@@ -110,7 +110,7 @@ class Nemesis:
             self._settle_unsure()
             over = self.fleet.over()
             waiting = [job for job in self._jobs if job not in over]
-            if len(waiting) < MOST_WAITING:
+            if len(waiting) < MAX_WAITING:
                 self._submit()
             if self.rng.random() < 0.3 and self._jobs:
                 self._verb(self.rng.choice(waiting or self._jobs))

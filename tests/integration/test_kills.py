@@ -26,7 +26,7 @@ from groupwise.core.errors import RunNotFoundError
 from groupwise.runs.find import newest_unfinished
 from tests.integration.toy_run import TOY, config, what_must_be_equal
 
-MOST_KILLS = 5
+MAX_KILLS = 5
 """Of one run; after that it may finish."""
 
 LAGS = (0, 1)
@@ -143,7 +143,7 @@ def kill(
     """Run after run, until `count` processes were killed; each run ends equal to the undisturbed one."""
     kills = number = 0
     while kills < count:
-        folder, most = runs / str(number), min(MOST_KILLS, count - kills)
+        folder, most = runs / str(number), min(MAX_KILLS, count - kills)
         kills += killed_until_done(begin, folder, lag, rng, most, whole)
         assert what_must_be_equal(folder / "toy") == whole.left, f"run {number} with lag {lag}"
         number += 1

@@ -46,7 +46,7 @@ from groupwise.core.terminal.progress import Progress
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Consecutive groups whose reward function may fail, or whose lease may expire, before the loop raises an error."""
 CLEANUP_SECONDS = 5.0
 """Seconds at the end for giving up the groups that are still open."""
@@ -265,9 +265,9 @@ class _Scoring:
             return answer.values
         self.failed += 1
         self._consecutive_failures += 1
-        if self._consecutive_failures >= MOST_FAILURES:
+        if self._consecutive_failures >= MAX_FAILURES:
             raise TaskError(
-                f"The reward function failed for {self._consecutive_failures} groups in a row; mend it. The last time: {reasons[0]}"
+                f"The reward function failed for {self._consecutive_failures} groups in a row; fix it. The last time: {reasons[0]}"
             )
         return answer.values
 
@@ -348,10 +348,10 @@ class _Loop:
             except GroupGone as gone:
                 if gone.code != "lease_expired":
                     return False
-                # The draw is free again and is repeated, at most MOST_FAILURES times in a row.
+                # The draw is free again and is repeated, at most MAX_FAILURES times in a row.
                 self._late += 1
                 self._warn(str(gone))
-                if self._late >= MOST_FAILURES:
+                if self._late >= MAX_FAILURES:
                     raise
             else:
                 self._late = 0

@@ -222,7 +222,7 @@ class _StrictRequest(Request):
 
     def _parse(self, body: bytes) -> Any:
         route = facts_of(self.scope).route
-        return strict_json.parse(body, strict_json.MOST_KEYS if route is None else route.max_keys)
+        return strict_json.parse(body, strict_json.MAX_KEYS if route is None else route.max_keys)
 
 
 class _StrictRoute(APIRoute):

@@ -26,9 +26,9 @@ KEEP_ALIVE = 75
 """Seconds for which an idle connection stays open: longer than clients and proxies keep theirs, so the server never closes one in use."""
 HEADER_SIZE = 64 * 1024
 """Bytes that a client may send before its headers are complete, and between two chunks of its body."""
-MOST_PIPELINED = 8
+MAX_PIPELINED = 8
 """Requests that a client may send on one connection before the first of them is answered."""
-MOST_FILES = 65_536
+MAX_FILES = 65_536
 """Limit for open files and connections of a server, if the system allows as many."""
 UNREAD_SECONDS = 60.0
 """Seconds after which a client that reads nothing of a response is disconnected."""
@@ -40,11 +40,11 @@ HEADER_SECONDS = 60.0
 def most_connections() -> int:
     """How many connections a server holds: half of the allowed open files; raises the process's soft limit as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    limit = min(hard, MAX_FILES) if hard != resource.RLIM_INFINITY else MAX_FILES
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         soft = limit
-    return (MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)) // 2
+    return (MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_FILES)) // 2
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
@@ -132,7 +132,7 @@ class BoundedProtocol(HTTPProtocol):
             self._stop_waiting()
         elif not previous_cycle or previous_cycle.response_complete:
             self._start_waiting()
-        if len(getattr(self, "pipeline", ())) > MOST_PIPELINED:
+        if len(getattr(self, "pipeline", ())) > MAX_PIPELINED:
             self.transport.abort()
         elif self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
             self._hang_up("431 Request Header Fields Too Large")

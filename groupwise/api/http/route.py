@@ -12,7 +12,7 @@ from typing import Any
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from groupwise.api.http.strict_json import MOST_KEYS
+from groupwise.api.http.strict_json import MAX_KEYS
 from groupwise.api.schemas.keys import Role
 
 SMALL_BODY = 1 << 20
@@ -49,7 +49,7 @@ class Route:
     takes_body: bool = False
     max_body_bytes: int | None = None
     """Limit on its body in bytes, below that of the server, for a route that needs no large bodies; None: the server's alone."""
-    max_keys: int = MOST_KEYS
+    max_keys: int = MAX_KEYS
     """Limit on the keys of one object in its body."""
     takes_bytes: bool = False
     """True if the body may be any bytes, not only JSON."""

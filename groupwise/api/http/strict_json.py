@@ -23,14 +23,14 @@ from typing import Any
 DEEPEST = 64
 """Maximum nesting of lists and objects; the deepest request has a dozen levels."""
 
-MOST_LISTS, MOST_TEXTS = 300_000, 2_000_000
+MAX_LISTS, MAX_TEXTS = 300_000, 2_000_000
 """Limits for a body: its lists and objects together, and its texts. The largest body of rewards has 256 groups of 1024 lists of tokens."""
-MOST_ENTRIES = 4_000_000
+MAX_ENTRIES = 4_000_000
 """Limit on the entries of all lists and objects together. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
 """
-MOST_KEYS = 10_000
+MAX_KEYS = 10_000
 """Limit on one object's keys: each unknown one is a mistake that validation notes, for about ten microseconds."""
-MOST_KEYS_IN_ALL = 300_000
+MAX_KEYS_IN_ALL = 300_000
 """Limit on the keys of all objects of a body together, counted before they are parsed: a million would hold up others for half a second."""
 SLICE = 128 * 1024
 """Bytes of a list of numbers that are parsed at one go, which takes about two milliseconds."""
@@ -52,11 +52,11 @@ class NotStrict(json.JSONDecodeError):
         super().__init__(message, "", position)
 
 
-def parse(text: bytes, max_keys: int = MOST_KEYS) -> Any:
+def parse(text: bytes, max_keys: int = MAX_KEYS) -> Any:
     """The value. Raises NotStrict, whose message repeats nothing of the text. `max_keys`: limit on one object's keys."""
     _check_entries(text)
     _check_keys(text)
-    check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
+    check_number(text, MAX_LISTS, MAX_TEXTS, DEEPEST)
     with _explaining_json_errors():
         value = (
             _load_in_slices(text, max_keys)
@@ -91,7 +91,7 @@ def refuse_lone_surrogates(text: bytes, value: Any) -> None:
 
 
 def _load(
-    text: bytes, parse_float: Callable[[str], Any] | None = None, max_keys: int = MOST_KEYS
+    text: bytes, parse_float: Callable[[str], Any] | None = None, max_keys: int = MAX_KEYS
 ) -> Any:
     return json.loads(
         text.decode("utf-8"),
@@ -140,7 +140,7 @@ def parse_inner(text: str, *, finite_alone: bool = False) -> Any:
     numbers are accepted, unless `finite_alone`. Raises NotStrict.
     """
     encoded = text.encode("utf-8", "surrogatepass")
-    check_number(encoded, MOST_LISTS, MOST_TEXTS, DEEPEST)
+    check_number(encoded, MAX_LISTS, MAX_TEXTS, DEEPEST)
     numbers: dict[str, Any] = (
         {"parse_float": finite, "parse_constant": no_constant} if finite_alone else {}
     )
@@ -174,28 +174,28 @@ def check_number(text: bytes, lists: int, texts: int, deepest: int | None = None
 
 
 def _check_entries(text: bytes) -> None:
-    """Raises NotStrict for more than MOST_ENTRIES entries; each but the first of its list follows a comma."""
+    """Raises NotStrict for more than MAX_ENTRIES entries; each but the first of its list follows a comma."""
     commas = text.count(b",")
-    if commas < MOST_ENTRIES:
+    if commas < MAX_ENTRIES:
         return
     for match in _TEXT.finditer(text):
         commas -= text.count(b",", *match.span())
-        if commas < MOST_ENTRIES:
+        if commas < MAX_ENTRIES:
             return
     raise NotStrict(
-        f"there are more than {MOST_ENTRIES:,} entries in its lists and objects; send them in several requests"
+        f"there are more than {MAX_ENTRIES:,} entries in its lists and objects; send them in several requests"
     )
 
 
 def _check_keys(text: bytes) -> None:
-    """Raises NotStrict for more than MOST_KEYS_IN_ALL keys; a key is a text before a colon."""
-    if text.count(b":") <= MOST_KEYS_IN_ALL:
+    """Raises NotStrict for more than MAX_KEYS_IN_ALL keys; a key is a text before a colon."""
+    if text.count(b":") <= MAX_KEYS_IN_ALL:
         return
     keys = 0
     for match in _TEXT_OR_KEY.finditer(text):
         keys += match.end(1) > match.start(1)
-        if keys > MOST_KEYS_IN_ALL:
-            raise NotStrict(f"its objects have more than {MOST_KEYS_IN_ALL:,} keys together")
+        if keys > MAX_KEYS_IN_ALL:
+            raise NotStrict(f"its objects have more than {MAX_KEYS_IN_ALL:,} keys together")
 
 
 def finite(text: str) -> float:
@@ -211,9 +211,7 @@ def no_constant(name: str) -> Any:
     raise NotStrict(f"{name} is no number of JSON")
 
 
-def refuse_duplicate_keys(
-    pairs: list[tuple[str, Any]], max_keys: int = MOST_KEYS
-) -> dict[str, Any]:
+def refuse_duplicate_keys(pairs: list[tuple[str, Any]], max_keys: int = MAX_KEYS) -> dict[str, Any]:
     """The object as a dict; `json.loads` calls it as its `object_pairs_hook`. Raises NotStrict for duplicate keys and for too many."""
     if len(pairs) > max_keys:
         raise NotStrict(f"an object has more than {max_keys:,} keys")

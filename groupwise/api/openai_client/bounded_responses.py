@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import httpx2
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Limit for responses of our own servers: hundreds of thousands of completions with their tokens."""
 OF_THE_BODY = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 """Headers that describe the body as it was sent, no longer as it was read."""
@@ -21,7 +21,7 @@ class ResponseTooLarge(Exception):
         super().__init__(f"the answer has more than {limit:,} bytes; no more is read")
 
 
-def read_response(response: httpx2.Response, limit: int = MOST_BYTES) -> httpx2.Response:
+def read_response(response: httpx2.Response, limit: int = MAX_BYTES) -> httpx2.Response:
     """The response with its body, unpacked. The streamed one is closed. Raises ResponseTooLarge, and what httpx2 raises."""
     parts: list[bytes] = []
     size = 0
@@ -36,9 +36,7 @@ def read_response(response: httpx2.Response, limit: int = MOST_BYTES) -> httpx2.
     return _with_body(response, parts)
 
 
-async def read_response_async(
-    response: httpx2.Response, limit: int = MOST_BYTES
-) -> httpx2.Response:
+async def read_response_async(response: httpx2.Response, limit: int = MAX_BYTES) -> httpx2.Response:
     """See `read_response`."""
     parts: list[bytes] = []
     size = 0

@@ -9,9 +9,9 @@ from pydantic import Field
 from groupwise.api.schemas.training import EventData, ResponseModel
 
 LivingState = Literal["open", "rewarded", "held", "planned"]
-MOST_GROUPS = 200
+MAX_GROUPS = 200
 """Living groups that are listed one by one; GET /status counts all of them."""
-MOST_EVENTS = 30
+MAX_EVENTS = 30
 PROMPT_SHOWN = 300
 """Characters of a group's prompt."""
 
@@ -113,7 +113,7 @@ class ActivityAnswer(ResponseModel):
     at: float = Field(description="Seconds since 1970, by the server's clock.")
     run_id: str | None = Field(default=None, description="The run; null before the first.")
     groups: list[LivingGroup] = Field(
-        default=[], description=f"Its living groups, the oldest first, {MOST_GROUPS} at most."
+        default=[], description=f"Its living groups, the oldest first, {MAX_GROUPS} at most."
     )
     capacity: int | None = Field(
         default=None, description="Groups that may be under way at once; null without a run."
@@ -126,7 +126,7 @@ class ActivityAnswer(ResponseModel):
         default=[], description="Steps that are to be done next, or are under way."
     )
     events: list[EventData] = Field(
-        default=[], description=f"What has happened of late, the last first, {MOST_EVENTS} at most."
+        default=[], description=f"What has happened of late, the last first, {MAX_EVENTS} at most."
     )
     clients: list[KnownClient] = Field(
         default=[],

@@ -17,30 +17,30 @@ from groupwise.core.errors import UsageError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Pattern of a machine's name, which is used in commands, messages and URLs."""
-MOST_INTEGER = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 """Largest value of a 32-bit integer column of the database."""
-MOST_SERIAL = 2**63 - 1
+MAX_SERIAL = 2**63 - 1
 """Largest value of a 64-bit column: numbers of events and attempts, counts of bytes."""
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 """The longest duration that a request may give: 31 years."""
-MOST_SLOTS = 1024
+MAX_SLOTS = 1024
 """Maximum CPU slots of a machine, or jobs of an engine."""
-MOST_GPUS = 1024
+MAX_GPUS = 1024
 """The most GPUs of one job on one machine."""
-LEAST_DEADMAN = 120.0
+MIN_DEADMAN = 120.0
 """Minimum dead-man timeout in seconds: if a dispatcher is killed and another takes over, machines hear nothing for up to this long."""
 UNPREPARED = "python3"
 """Default interpreter of a machine; it may lack Groupwise."""
-LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e6
 """The range of a project's weight in the fair share."""
 
-MOST_JOBS = 10_000
+MAX_JOBS = 10_000
 """Maximum number of jobs in one submission."""
 
-MOST_CHANGED = 200
+MAX_CHANGED = 200
 """Maximum number of jobs changed in one transaction (cancel, hold, release, retry), during which other requests wait."""
 
-MOST_LINES = 100_000
+MAX_LINES = 100_000
 """The most lines that a request may ask for from the end of a log."""
 
 EPOCH_HEADER = "X-Log-Epoch"
@@ -54,16 +54,16 @@ ACTS_FOR = "X-Acts-For"
 
 def expect_few(number: int) -> None:
     """Raise UsageError for more jobs than one submission may have; client and server use the same message."""
-    if number > MOST_JOBS:
+    if number > MAX_JOBS:
         raise UsageError(
-            f"{number} jobs: at most {MOST_JOBS} are submitted at once, all or none of them. Make several arrays of them."
+            f"{number} jobs: at most {MAX_JOBS} are submitted at once, all or none of them. Make several arrays of them."
         )
 
 
 def portions(ids: Sequence[str]) -> Iterator[list[str]]:
     """Split ids into batches that are changed in one request each; progress is reported per batch."""
-    for start in range(0, len(ids), MOST_CHANGED):
-        yield list(ids[start : start + MOST_CHANGED])
+    for start in range(0, len(ids), MAX_CHANGED):
+        yield list(ids[start : start + MAX_CHANGED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class EngineBody(FleetBody):
 
     name: str = Field(min_length=1, max_length=63, description="`slurm` or `ray`.")
     slots: int = Field(
-        default=8, ge=1, le=MOST_SLOTS, description="Jobs that wait for it or run there, together."
+        default=8, ge=1, le=MAX_SLOTS, description="Jobs that wait for it or run there, together."
     )
     gpus: int = Field(
-        default=0, ge=0, le=MOST_GPUS, description="The most GPUs that one job may ask for."
+        default=0, ge=0, le=MAX_GPUS, description="The most GPUs that one job may ask for."
     )
     gpu_model: str | None = Field(
         default=None,
@@ -104,7 +104,7 @@ class EngineBody(FleetBody):
     gpu_memory_mb: int | None = Field(
         default=None,
         ge=1,
-        le=MOST_INTEGER,
+        le=MAX_INTEGER,
         description="Memory that each of its GPUs has at least, in MiB.",
     )
     options: list[str] = Field(
@@ -149,7 +149,7 @@ class MachineBody(FleetBody):
     cpu_slots: int | None = Field(
         default=None,
         ge=0,
-        le=MOST_SLOTS,
+        le=MAX_SLOTS,
         description="Jobs without GPUs at once; null: 1.",
     )
     projects: list[str] | None = Field(
@@ -157,8 +157,8 @@ class MachineBody(FleetBody):
     )
     deadman: float | None = Field(
         default=None,
-        ge=LEAST_DEADMAN,
-        le=MOST_SECONDS,
+        ge=MIN_DEADMAN,
+        le=MAX_SECONDS,
         description="Seconds without the control plane after which its runner ends a job; null: never.",
     )
     probe: list[str] | None = Field(
@@ -167,7 +167,7 @@ class MachineBody(FleetBody):
     idle_memory_mb: int | None = Field(
         default=None,
         ge=0,
-        le=MOST_INTEGER,
+        le=MAX_INTEGER,
         description="Memory in MiB that a GPU may show as used while it counts as idle; null: 500.",
     )
     engine: EngineBody | None = Field(
@@ -209,7 +209,7 @@ class MachineChangeBody(FleetBody):
         description="The interpreter that jobs find first.",
     )
     cpu_slots: int | None = Field(
-        default=None, ge=0, le=MOST_SLOTS, description="Jobs without GPUs at once."
+        default=None, ge=0, le=MAX_SLOTS, description="Jobs without GPUs at once."
     )
     projects: list[str] | None = Field(
         default=None, description="Projects whose jobs alone are placed there; []: any project's."
@@ -220,7 +220,7 @@ class MachineChangeBody(FleetBody):
     deadman: float | None = Field(
         default=None,
         ge=0,
-        le=MOST_SECONDS,
+        le=MAX_SECONDS,
         description="Seconds without the control plane after which its runner ends a job that begins from now on; 0: never.",
     )
     probe: list[str] | None = Field(
@@ -229,7 +229,7 @@ class MachineChangeBody(FleetBody):
     idle_memory_mb: int | None = Field(
         default=None,
         ge=0,
-        le=MOST_INTEGER,
+        le=MAX_INTEGER,
         description="Memory in MiB that a GPU may show as used while it counts as idle.",
     )
     engine: dict[str, Any] | None = Field(
@@ -247,7 +247,7 @@ class ReasonBody(FleetBody):
 class JobsBody(FleetBody):
     """The ids of the jobs."""
 
-    jobs: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=MOST_CHANGED)
+    jobs: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=MAX_CHANGED)
 
 
 class CancelJobsBody(JobsBody):
@@ -260,7 +260,7 @@ class PruneBody(FleetBody):
     """The jobs to remove."""
 
     older_than: float = Field(
-        ge=0, le=MOST_SECONDS, description="Seconds since they ended, at least."
+        ge=0, le=MAX_SECONDS, description="Seconds since they ended, at least."
     )
     project: str | None = Field(default=None, max_length=80, description="Only of this one.")
     status: list[str] | None = Field(
@@ -289,16 +289,16 @@ class ProjectBody(FleetBody):
     """Changes to a project; a field that is left out stays as it is, and null removes a quota."""
 
     weight: float | None = Field(
-        default=None, ge=LEAST_WEIGHT, le=MOST_WEIGHT, description="Its share of a busy fleet."
+        default=None, ge=MIN_WEIGHT, le=MAX_WEIGHT, description="Its share of a busy fleet."
     )
     max_gpus: int | None = Field(
         default=None,
         ge=0,
-        le=MOST_INTEGER,
+        le=MAX_INTEGER,
         description="The most GPUs of its running jobs together.",
     )
     max_waiting: int | None = Field(
-        default=None, ge=0, le=MOST_INTEGER, description="Jobs that have not begun."
+        default=None, ge=0, le=MAX_INTEGER, description="Jobs that have not begun."
     )
 
 
@@ -312,7 +312,7 @@ class KeyBody(FleetBody):
     seconds: float | None = Field(
         default=None,
         gt=0,
-        le=MOST_SECONDS,
+        le=MAX_SECONDS,
         description="Seconds for which the key is valid; null: until it is revoked.",
     )
     note: str | None = Field(default=None, max_length=200)

@@ -31,7 +31,7 @@ ASK_SECONDS = 0.5
 """Seconds between two requests for the states of jobs."""
 PORTION = 100
 """Largest number of jobs in one request, because their ids are part of the URL."""
-MOST_EXPLAINED = 20
+MAX_EXPLAINED = 20
 """Largest number of jobs for which the reasons for waiting are printed."""
 _NUMBERS = re.compile(r"\d+")
 _STATUS_WORDS = {
@@ -170,7 +170,7 @@ def until_ended(
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]
-                explain, previous = len(job_set) <= MOST_EXPLAINED, printed.get(job_id, "")
+                explain, previous = len(job_set) <= MAX_EXPLAINED, printed.get(job_id, "")
                 printed[job_id] = ask(partial(_say_change, access, job, previous, explain=explain))
         ended_jobs |= {job_id: job for job_id, job in jobs.items() if job["status"] in FINAL}
         if len(ended_jobs) == len(job_set):

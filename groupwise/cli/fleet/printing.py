@@ -18,15 +18,15 @@ from groupwise.core.terminal.text import command_line, one_line, shorten
 
 Document = Mapping[str, Any]
 
-LEAST_REASON = 20
+MIN_REASON = 20
 """Cells that the reasons in the last column of a table get at least, if they need them."""
 TIMES = frozenset({"age", "time"})
 """Columns of tables that show only the larger unit if the terminal is too narrow."""
 WORDS = frozenset({"kind", "project", "where", "address", "model"})
 """Columns that are cut off if it is still too narrow."""
-LEAST_CELL = 8
+MIN_CELL = 8
 """Smallest width in cells to which these columns are cut."""
-LEAST_NAME = 12
+MIN_NAME = 12
 """Smallest width in cells to which a machine's name is shortened, as a last resort."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
@@ -98,7 +98,7 @@ def _print_with_remarks(
     """
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-        least_width = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
+        least_width = min(MIN_REASON, max(cell_len(row[-1]) for row in rows))
         rows = _fit_to_width(head, rows, width - least_width)
         if (
             least_name is not None
@@ -137,7 +137,7 @@ def _fit_to_width(
     while sum(widths := _widths(head, fitted)) > width:
         column = max(text_columns, key=widths.__getitem__)
         room = widths[column] - 3
-        if room < max(LEAST_CELL, cell_len(head[column])):
+        if room < max(MIN_CELL, cell_len(head[column])):
             break
         fitted = [_replace_cell(row, column, _truncate(row[column], room)) for row in fitted]
     return fitted
@@ -382,7 +382,7 @@ def print_machines(machines: Sequence[Document]) -> None:
                 one_line(_machine_remark(vm)),
             )
         )
-    _print_with_remarks(head, rows, least_name=LEAST_NAME)
+    _print_with_remarks(head, rows, least_name=MIN_NAME)
 
 
 def engine_line(vm: Document) -> str | None:

@@ -48,7 +48,7 @@ from groupwise.runs.store import Store
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 """The config key in the section `rollout` of each limit that can end a rollout."""
-MOST_NAMED = 100
+MAX_NAMED = 100
 """Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 
 app = typer.Typer(rich_markup_mode=None)
@@ -326,12 +326,12 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
     if part is not None:
         _expect_name(f"reward part '{part}'", part, store.part_names())
     if task is not None:
-        tasks = store.tasks(MOST_NAMED)
+        tasks = store.tasks(MAX_NAMED)
         if not tasks:
             raise RunNotFoundError(
                 f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
             )
-        if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
+        if len(tasks) < MAX_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
         steps = store.step_count()

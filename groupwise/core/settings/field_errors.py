@@ -23,7 +23,7 @@ from groupwise.core.settings.wording import describe
 Location = Sequence[int | str]
 """A location in pydantic's form: names, list indices, and union tags in parentheses."""
 
-MOST_FIELD_ERRORS = 50
+MAX_FIELD_ERRORS = 50
 """Limit for the errors returned: a huge invalid document must not cause a huge response."""
 LONGEST_MESSAGE = 500
 """Limit, in characters, of a field's path and of a message."""
@@ -100,7 +100,7 @@ def field_errors(
     model: Any = None,
     document_name: str = "the body",
 ) -> list[FieldError]:
-    """The errors, each field and message once, at most `MOST_FIELD_ERRORS`. `error`: pydantic's exception, or its details.
+    """The errors, each field and message once, at most `MAX_FIELD_ERRORS`. `error`: pydantic's exception, or its details.
 
     `model` is the validated type, if known; messages are then more specific. `document_name` names the document in messages about all
     of it, as in `the body must be an object`.
@@ -124,9 +124,9 @@ def field_errors(
         path = _writable(".".join(keys))
         for message in map(_writable, messages):
             errors.setdefault((path, message), FieldError(path, message, detail.get("input")))
-        if len(errors) >= MOST_FIELD_ERRORS:
+        if len(errors) >= MAX_FIELD_ERRORS:
             break
-    return list(errors.values())[:MOST_FIELD_ERRORS]
+    return list(errors.values())[:MAX_FIELD_ERRORS]
 
 
 def _writable(text: str) -> str:

@@ -59,7 +59,7 @@ class Tree:
         return value
 
 
-MOST_OPEN = 500
+MAX_OPEN = 500
 """Limit for brackets that are open at once, counted anywhere in the text: far more than any real config has."""
 _BRACKET = re.compile(r"[\[\]{}]")
 
@@ -84,7 +84,7 @@ def parse_yaml(text: str) -> Any:
         depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     try:
-        if deepest > MOST_OPEN:  # parsing it would take very long
+        if deepest > MAX_OPEN:  # parsing it would take very long
             raise RecursionError
         content = reader.load(text)
     except RecursionError:

@@ -143,9 +143,9 @@ class _ProblemSearch:
                 )
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
-                self.unreported_count = len(details[MOST_PROBLEMS:])
+                self.unreported_count = len(details[MAX_PROBLEMS:])
                 # Each wrong value is replaced by a valid one, so that the next round finds what it hid.
-                entries = details[:MOST_PROBLEMS]
+                entries = details[:MAX_PROBLEMS]
                 deciding_keys = [self._deciding_keys(detail) for detail in entries]
                 replaced_before = frozenset(self._replaced)
                 for detail, keys in zip(entries, deciding_keys, strict=True):
@@ -209,9 +209,9 @@ class _ProblemSearch:
 
 MANY_FOREIGN = 3
 """A config with this many keys of other frameworks is taken for one of theirs."""
-MOST_PROBLEMS = 50
+MAX_PROBLEMS = 50
 """The most problems reported for one config."""
-MOST_NAMES = 3
+MAX_NAMES = 3
 """The most keys that a message names if it is unclear which one is meant."""
 
 _UNQUOTED = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null")
@@ -349,7 +349,7 @@ def _explain_unknown(
     if variant_advice := _explain_variant(location, at):
         return variant_advice
     if paths := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
-        names = " or ".join(".".join(path) for path in paths[:MOST_NAMES])
+        names = " or ".join(".".join(path) for path in paths[:MAX_NAMES])
         # Another section may say why it leaves out the same key.
         reasons = (
             f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
@@ -367,9 +367,9 @@ def _explain_unknown(
     if nearest_path := _nearest(root, location):
         return _KeyAdvice(f"{prefix}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
     keys = list(keys_of(location.section))
-    closest = difflib.get_close_matches(key, keys, n=MOST_NAMES, cutoff=0.0)
+    closest = difflib.get_close_matches(key, keys, n=MAX_NAMES, cutoff=0.0)
     section = f"in {'.'.join(section_path)}" if section_path else "at the top"
-    if len(keys) <= MOST_NAMES:
+    if len(keys) <= MAX_NAMES:
         return _KeyAdvice(f"{prefix}; the keys {section} are: {', '.join(keys)}.")
     return _KeyAdvice(
         f"{prefix}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Maximum number of points of a line, or dots, in a plot: about one per pixel of a small one, so its size does not grow with a run."""
 
 
@@ -62,7 +62,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def thin_out(points: Sequence[Point], max_points: int = MOST_POINTS) -> tuple[Point, ...]:
+def thin_out(points: Sequence[Point], max_points: int = MAX_POINTS) -> tuple[Point, ...]:
     """Reduce the points to `max_points` (at least 4): the first, the last, and the lowest and highest of each interval between."""
     if len(points) <= max_points:
         return tuple(points)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from groupwise.api.schemas.fleet import MOST_SERIAL, LogPart
+from groupwise.api.schemas.fleet import MAX_SERIAL, LogPart
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.text import command_line
 from groupwise.dashboard.fleet.machines import (
@@ -34,7 +34,7 @@ TAIL = 300
 """Most lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
 """Most characters of these lines."""
-MOST_OF_REASON = 1000
+MAX_OF_REASON = 1000
 """Longest reason for cancelling a job, in characters, that the API accepts."""
 WIDTH = 1000.0
 """Width of the timeline image, in SVG units."""
@@ -46,8 +46,8 @@ Fact = tuple[str, str]
 
 def _cancel_job(fleet: FleetClient, job: str, form: Mapping[str, str]) -> Document:
     reason = form.get("reason", "").strip()
-    if len(reason) > MOST_OF_REASON:
-        raise UsageError(f"The reason has {len(reason)} characters; {MOST_OF_REASON} at most.")
+    if len(reason) > MAX_OF_REASON:
+        raise UsageError(f"The reason has {len(reason)} characters; {MAX_OF_REASON} at most.")
     return fleet.cancel(job, reason or None)
 
 
@@ -73,8 +73,8 @@ class JobsQuery(Query):
 class Log(Query):
     """Parameters of a log: which part of it."""
 
-    epoch: int | None = Field(None, ge=1, le=MOST_SERIAL)
-    offset: int = Field(0, ge=0, le=MOST_SERIAL)
+    epoch: int | None = Field(None, ge=1, le=MAX_SERIAL)
+    offset: int = Field(0, ge=0, le=MAX_SERIAL)
 
 
 def jobs(visit: Visit) -> Page:

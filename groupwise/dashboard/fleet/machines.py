@@ -37,7 +37,7 @@ ACTIONS: Mapping[str, Action] = {
 }  # fmt: skip
 """Actions on a machine."""
 NOT_RUNNING = tuple(status.value for status in JobStatus if status != JobStatus.RUNNING)
-MOST_RUNNING, MOST_OTHERS = 50, 20
+MAX_RUNNING, MAX_OTHERS = 50, 20
 """Most jobs of a machine that its page shows: running ones, and others."""
 
 
@@ -71,10 +71,10 @@ def machine(visit: Visit) -> Page:
     name = visit.path_part("machine")
     document = fleet_of(visit).ask(lambda fleet: fleet.machine(name))
     running = fleet_of(visit).ask(
-        lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MOST_RUNNING)
+        lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MAX_RUNNING)
     )
     other_jobs = fleet_of(visit).ask(
-        lambda fleet: fleet.jobs(vm=name, status=list(NOT_RUNNING), limit=MOST_OTHERS)
+        lambda fleet: fleet.jobs(vm=name, status=list(NOT_RUNNING), limit=MAX_OTHERS)
     )
     data = {
         "machine": describe_machine(document),

@@ -3,7 +3,7 @@
 Each side is a run until a step. For each prompt that both have answered, the newest group of each side is used (if a run is
 compared with itself without a step: the oldest and the newest). The prompts whose rewards differ most come first.
 
-A run may have a hundred thousand groups. `MOST_GROUPS` groups of each side are read, and the rewards of `MOST_PROMPTS` prompts are
+A run may have a hundred thousand groups. `MAX_GROUPS` groups of each side are read, and the rewards of `MAX_PROMPTS` prompts are
 compared; the page says if these limits left something out.
 """
 
@@ -20,18 +20,18 @@ from pydantic import Field
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, paginate
 from groupwise.dashboard.runs.compare_runs import differences
-from groupwise.dashboard.runs.rollouts import LISTED, MOST_TASKS
+from groupwise.dashboard.runs.rollouts import LISTED, MAX_TASKS
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.records import CompletedPrompt, GroupScore, RolloutFilter
 from groupwise.runs.search import PromptFilter
 from groupwise.runs.store import Store
 
 PER_PAGE = 10
-MOST_GROUPS = 10_000
+MAX_GROUPS = 10_000
 """Most groups of each side that are read."""
-MOST_PROMPTS = 3_000
+MAX_PROMPTS = 3_000
 """Most prompts, answered by both, whose rewards are read."""
-MOST_MEMBERS = 64
+MAX_MEMBERS = 64
 """Most members of a group that are shown."""
 ORDERS = {
     "changed": "largest difference first",
@@ -108,7 +108,7 @@ def compare(visit: Visit) -> Page:
             matched = match_groups(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
-        compared = matched[:MOST_PROMPTS]
+        compared = matched[:MAX_PROMPTS]
         scores_a = store_a.scores(a.draw for a, _ in compared)
         scores_b = store_b.scores(b.draw for _, b in compared)
         no_score = GroupScore(None, None)
@@ -126,7 +126,7 @@ def compare(visit: Visit) -> Page:
             }
             for pair in list_page.rows
         ]
-        tasks = store_a.tasks(MOST_TASKS + 1)
+        tasks = store_a.tasks(MAX_TASKS + 1)
     data: dict[str, Any] = {
         "asked": query.model_dump(),
         "a": asdict(side_a),
@@ -137,18 +137,18 @@ def compare(visit: Visit) -> Page:
         "pages": list_page.pages,
         "orders": ORDERS,
         "tasks": tasks,
-        "most_tasks": MOST_TASKS,
+        "most_tasks": MAX_TASKS,
         "scored_otherwise": _reward_settings_that_differ(path_a, path_b),
         "limits": {
-            "groups": MOST_GROUPS if MOST_GROUPS in (len(groups_a), len(groups_b)) else None,
-            "prompts": MOST_PROMPTS if len(matched) > MOST_PROMPTS else None,
+            "groups": MAX_GROUPS if MAX_GROUPS in (len(groups_a), len(groups_b)) else None,
+            "prompts": MAX_PROMPTS if len(matched) > MAX_PROMPTS else None,
         },
     }
     return Page("answers_compare.html", data)
 
 
 def _asked_filter(side: Side, query: CompareAnswersQuery) -> PromptFilter:
-    return PromptFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
+    return PromptFilter(side.until, query.example, query.task, side.oldest, MAX_GROUPS)
 
 
 def match_groups(
@@ -223,7 +223,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _side_data(group: CompletedPrompt, score: GroupScore, store: Store) -> dict[str, Any]:
-    members = store.rollouts(RolloutFilter(group=group.draw + 1, limit=MOST_MEMBERS), LISTED)
+    members = store.rollouts(RolloutFilter(group=group.draw + 1, limit=MAX_MEMBERS), LISTED)
     members = sorted(members, key=lambda member: (member.reward is None, -(member.reward or 0.0)))
     return {
         "group": group.draw + 1,

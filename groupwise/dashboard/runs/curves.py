@@ -20,10 +20,10 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 
-MOST_COLUMNS = 2000
-MOST_PASS = 12
+MAX_COLUMNS = 2000
+MAX_PASS = 12
 """Most pass@k curves in one plot."""
-MOST_STEPS = 2**53
+MAX_STEPS = 2**53
 """Larger than the step count of any run; beyond it numbers in JavaScript are no longer exact."""
 PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
 
@@ -222,7 +222,7 @@ def plots_of(
     metrics_by_k = list(pass_at_k_names(names, f"{EVAL}/").items())
     lines = tuple(
         PlottedMetric(name, f"pass@{k}")
-        for k, name in metrics_by_k[:: 1 + len(metrics_by_k) // MOST_PASS]
+        for k, name in metrics_by_k[:: 1 + len(metrics_by_k) // MAX_PASS]
     )
     says = "Share of held-out prompts that at least one of k answers solves."
     all_plots += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
@@ -262,9 +262,9 @@ class CurvesQuery(Query):
     """Metrics of a stack, whose sums are wanted as well."""
     times: bool = False
     """True if the times at which the steps of each column were done are wanted, too."""
-    columns: int = Field(600, ge=2, le=MOST_COLUMNS)
-    begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
-    end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
+    columns: int = Field(600, ge=2, le=MAX_COLUMNS)
+    begin: int | None = Field(None, ge=0, le=MAX_STEPS, alias="from")
+    end: int | None = Field(None, ge=0, le=MAX_STEPS, alias="to")
     """Steps between which the curves are wanted; by default all."""
 
 

@@ -41,7 +41,7 @@ from groupwise.training.review.compare import (
 
 PER_PAGE = 50
 """Prompts per page."""
-MOST_CURVES = 12
+MAX_CURVES = 12
 """Most pass@k curves in one plot, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
 """Number of the newest evaluations of a run that get intervals, on the run's own page and in the list of all; each interval needs
@@ -51,13 +51,13 @@ LONGEST = 1000
 """Most characters of an evaluation's reference."""
 RUNS = 50
 """Runs per page in the list of all evaluations."""
-MOST_OF_EACH = 20
+MAX_OF_EACH = 20
 """Most evaluations of a run in the list of all, the newest."""
-MOST_METRICS = 8
+MAX_METRICS = 8
 """Most columns of that list: the most common metrics."""
 LEADING_METRICS = ("reward", "pass@1")
 """Metrics that come first."""
-MOST_SAMPLES = 32
+MAX_SAMPLES = 32
 """Most answers to one prompt that a page shows."""
 FILTERS = {
     "all": "all",
@@ -101,7 +101,7 @@ def evaluations(visit: Visit) -> Page:
         **run_header(visit, path),
         "evaluations": [asdict(evaluation) for evaluation in results],
         "titles": {name: title_of(name) for name in names},
-        "pass_at": without_nan(curves[-MOST_CURVES:]),
+        "pass_at": without_nan(curves[-MAX_CURVES:]),
     }
     return Page("evaluations.html", data, live=live_url(path.name))
 
@@ -137,7 +137,7 @@ def all_evaluations(visit: Visit) -> Page:
                 ),
                 reverse=True,
             )
-            results += [(path.name, evaluation) for evaluation in of_run[:MOST_OF_EACH]]
+            results += [(path.name, evaluation) for evaluation in of_run[:MAX_OF_EACH]]
     if list_page.page == 1:
         outside_runs = evaluations_outside_runs(visit.context.runs.folder)
         results += [
@@ -153,7 +153,7 @@ def all_evaluations(visit: Visit) -> Page:
         "pages": list_page.pages,
         "unread": all_runs.unread,
         "evaluations": [{"run": run, **asdict(evaluation)} for run, evaluation in results],
-        "titles": {name: title_of(name) for name in names[:MOST_METRICS]},
+        "titles": {name: title_of(name) for name in names[:MAX_METRICS]},
     }
     return Page("evaluations_all.html", data, live="/live")
 
@@ -299,9 +299,9 @@ def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, A
                 "truncated": bool(row.get("truncated")),
                 "parts": row["parts"],
             }
-            for row in rows[:MOST_SAMPLES]
+            for row in rows[:MAX_SAMPLES]
         ],
-        "more": max(0, len(rows) - MOST_SAMPLES),
+        "more": max(0, len(rows) - MAX_SAMPLES),
     }
 
 

@@ -26,22 +26,22 @@ LISTED, BESIDE, WHOLE = 4_000, 1_500, 20_000
 of it.
 """
 GROUPS_OF_EXAMPLE = 20
-MOST_MEMBERS = 64
+MAX_MEMBERS = 64
 """Members of each group shown on the page of an example."""
-MOST_STEPS = 200
+MAX_STEPS = 200
 """Most steps offered for comparison, spread evenly."""
 TOKENS = 4_000
 """Tokens of a rollout shown on one page."""
-MOST_SHOWN = 1000
+MAX_SHOWN = 1000
 """Most members of a group that its page shows."""
-MOST_OF_GROUP = 100_000
+MAX_OF_GROUP = 100_000
 """Most members of a group that are searched for one of them."""
 ADDRESS = re.compile(r"(\d{1,18})\.(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
-MOST_PAGES = 4000
+MAX_PAGES = 4000
 """Most pages of a search; beyond it the user must refine the search, because skipped rows have to be read."""
-MOST_TASKS = 200
+MAX_TASKS = 200
 """Most tasks offered as choices; if there are more, the user types one."""
-MOST_OTHERS = 100
+MAX_OTHERS = 100
 """Most runs offered for comparison."""
 ORDERS = {
     "newest": "newest first",
@@ -87,11 +87,11 @@ class RolloutsQuery(Query):
     @field_validator("page")
     @classmethod
     def _not_too_far(cls, page: int) -> int:
-        if page > MOST_PAGES:
+        if page > MAX_PAGES:
             raise PydanticCustomError(
                 "too_far",
                 "there are no pages beyond {most}: say more of what is looked for, or take another order",
-                {"most": MOST_PAGES},
+                {"most": MAX_PAGES},
             )
         return page
 
@@ -125,7 +125,7 @@ def rollouts(visit: Visit) -> Page:
         data: dict[str, Any] = {
             **run_header(visit, path),
             "rollouts": [asdict(rollout) for rollout in views[:PER_PAGE]],
-            "more": len(views) > PER_PAGE and query.page < MOST_PAGES,
+            "more": len(views) > PER_PAGE and query.page < MAX_PAGES,
             "asked": query.model_dump(),
             "chips": [
                 (name, text.format(outcome_in_words(value) if name == "outcome" else value))
@@ -133,8 +133,8 @@ def rollouts(visit: Visit) -> Page:
                 if (value := getattr(query, name)) is not None
             ],
             "part_names": store.part_names(),
-            "tasks": store.tasks(MOST_TASKS + 1),
-            "most_tasks": MOST_TASKS,
+            "tasks": store.tasks(MAX_TASKS + 1),
+            "most_tasks": MAX_TASKS,
             "steps": store.step_count(),
             "orders": ORDERS,
             "outcomes": OUTCOMES,
@@ -148,7 +148,7 @@ def group(visit: Visit) -> Page:
     path = visit.context.run(visit.path_part("run"))
     number = _parse_number(visit.path_part("group"), "group")
     with Store.open(path / RECORD, readonly=True) as store:
-        members = store.rollouts(RolloutFilter(group=number, limit=MOST_SHOWN + 1), WHOLE)
+        members = store.rollouts(RolloutFilter(group=number, limit=MAX_SHOWN + 1), WHOLE)
         origin_and_columns = store.origin_of(number - 1)
         if not members or origin_and_columns is None:
             raise RunNotFoundError(f"{path.name} has no group {number}.")
@@ -162,8 +162,8 @@ def group(visit: Visit) -> Page:
         "columns": columns,
         "origin": origin,
         "again": None if again is None else again + 1,
-        "members": [asdict(member) for member in members[:MOST_SHOWN]],
-        "more": len(members) > MOST_SHOWN,
+        "members": [asdict(member) for member in members[:MAX_SHOWN]],
+        "more": len(members) > MAX_SHOWN,
     }
     return Page("group.html", data)
 
@@ -171,7 +171,7 @@ def group(visit: Visit) -> Page:
 class Paged(Query):
     """The parameter of pages that are long: which part of it."""
 
-    page: int = Field(1, ge=1, le=MOST_PAGES)
+    page: int = Field(1, ge=1, le=MAX_PAGES)
 
 
 def example(visit: Visit) -> Page:
@@ -183,7 +183,7 @@ def example(visit: Visit) -> Page:
         draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
         scores = store.scores(draws)
         members_by_draw = {
-            draw: store.rollouts(RolloutFilter(group=draw + 1, limit=MOST_MEMBERS + 1), BESIDE)
+            draw: store.rollouts(RolloutFilter(group=draw + 1, limit=MAX_MEMBERS + 1), BESIDE)
             for draw in draws
         }
     if not any(members_by_draw.values()):
@@ -198,15 +198,15 @@ def example(visit: Visit) -> Page:
             "step": members[0].step,
             "mean": scores[draw].mean if draw in scores else None,
             "best": scores[draw].best if draw in scores else None,
-            "members": [asdict(member) for member in members[:MOST_MEMBERS]],
-            "more": len(members) > MOST_MEMBERS,
+            "members": [asdict(member) for member in members[:MAX_MEMBERS]],
+            "more": len(members) > MAX_MEMBERS,
         }
         for draw, members in members_by_draw.items()
         if members
     ]
-    if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
+    if len(steps) > MAX_STEPS:  # an even selection, with the first and the last
         last = len(steps) - 1
-        steps = [steps[round(n * last / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]
+        steps = [steps[round(n * last / (MAX_STEPS - 1))] for n in range(MAX_STEPS)]
     infos = (run.info for run in visit.context.runs.all_runs().runs)
     other_runs = [info.name for info in infos if not info.broken and info.name != path.name]
     data = {
@@ -218,7 +218,7 @@ def example(visit: Visit) -> Page:
         "page": page,
         "pages": -(-groups // GROUPS_OF_EXAMPLE),
         "steps": steps,
-        "others": other_runs[:MOST_OTHERS],  # the newest
+        "others": other_runs[:MAX_OTHERS],  # the newest
     }
     return Page("example.html", data)
 
@@ -232,7 +232,7 @@ def rollout(visit: Visit) -> Page:
         draw, is_it = _find_rollout(store, name)
         views: list[RolloutView] = []
         if draw is not None:
-            views = store.rollouts(RolloutFilter(group=draw + 1, limit=MOST_OF_GROUP), BESIDE)
+            views = store.rollouts(RolloutFilter(group=draw + 1, limit=MAX_OF_GROUP), BESIDE)
         full_group = None if draw is None else store.group(draw)
     index = next((position for position, rollout in enumerate(views) if is_it(rollout)), None)
     if index is None or full_group is None:

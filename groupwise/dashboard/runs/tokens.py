@@ -26,9 +26,9 @@ BEFORE = 32
 """Tokens before the shown ones that are decoded with them: a character may consist of several tokens, and a word's space may belong
 to the token before.
 """
-LEAST_NATS = 6.0
+MIN_NATS = 6.0
 """Negative log-probability (nats) from which a token gets the deepest shade."""
-MOST_RATIO = 1.5
+MAX_RATIO = 1.5
 """Ratio with the deepest colour (and its inverse, below 1). With it the usual clip bounds, 0.8 and 1.2, are in the middle of the
 scale, and rounding errors of bfloat16 (a few hundredths) get no colour or the palest one.
 """
@@ -188,7 +188,7 @@ def shade_of(logprob: float | None) -> int | None:
     """0: certain, 8: improbable; None: the token was not sampled."""
     if logprob is None or not math.isfinite(logprob):
         return None
-    return min(STEPS, round(-logprob / LEAST_NATS * STEPS))
+    return min(STEPS, round(-logprob / MIN_NATS * STEPS))
 
 
 def ratio_of(learner: float | None, sampler: float | None) -> float | None:
@@ -203,7 +203,7 @@ def ratio_shade_of(ratio: float | None) -> int | None:
     if ratio is None:
         return None
     nats = math.log(ratio) if ratio else -math.inf
-    return round(max(-1.0, min(1.0, nats / math.log(MOST_RATIO))) * STEPS)
+    return round(max(-1.0, min(1.0, nats / math.log(MAX_RATIO))) * STEPS)
 
 
 def without_ratios(rollout: Rollout, group: Group) -> str | None:

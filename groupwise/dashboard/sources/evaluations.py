@@ -28,7 +28,7 @@ from groupwise.training.evaluation.statistics import interval_at_once
 from groupwise.training.review.compare import EVAL_LOSS, LOSS, Side, side_of_file
 
 PASS = re.compile(r"pass@(\d+)")
-MOST_FILES = 500
+MAX_FILES = 500
 """Most result files of a run that are read, the newest."""
 
 
@@ -156,7 +156,7 @@ def _read_results(folder: Path) -> list[EvaluationResult]:
             facts = path.stat()
             stamped.append((facts.st_mtime_ns, facts.st_size, path))
     results = [
-        _read_result(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
+        _read_result(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MAX_FILES:]
     ]
     return [evaluation for evaluation in results if evaluation is not None]
 

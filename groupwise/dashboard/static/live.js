@@ -7,7 +7,7 @@
 const SIGN_IN = `${document.body.dataset.at}/sign-in`;
 const FIRST_WAIT = 2000; // milliseconds, twice as many after each time without an answer
 const LONGEST_WAIT = 30_000;
-const MOST_SAID = 200; // characters of what went wrong
+const MAX_SAID = 200; // characters of what went wrong
 
 // --- putting in place ----------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ function answered(why) {
 // What an error page says, in short.
 function saidOf(page) {
   const told = page.querySelector(".empty pre")?.textContent.trim() ?? "";
-  return told.length > MOST_SAID ? `${told.slice(0, MOST_SAID)}…` : told.replace(/\.$/, "");
+  return told.length > MAX_SAID ? `${told.slice(0, MAX_SAID)}…` : told.replace(/\.$/, "");
 }
 
 async function ask() {

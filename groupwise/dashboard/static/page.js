@@ -5,13 +5,13 @@
 
 const LOG_EVERY = 2000; // milliseconds
 const PIECES = 16; // that are asked for at once
-const MOST_OF_LOG = 1_000_000; // characters that stay in the page
+const MAX_OF_LOG = 1_000_000; // characters that stay in the page
 
 function add(element, text) {
   const atEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 40;
   element.append(document.createTextNode(text));
   let size = element.textContent.length;
-  while (size > MOST_OF_LOG && element.childNodes.length > 1) {
+  while (size > MAX_OF_LOG && element.childNodes.length > 1) {
     const height = element.scrollHeight;
     size -= element.firstChild.length;
     element.firstChild.remove();

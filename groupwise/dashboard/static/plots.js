@@ -243,7 +243,7 @@ function given(element) {
 
 // --- how it is drawn -----------------------------------------------------------------------------
 
-const MOST_SMOOTHING = 0.99;
+const MAX_SMOOTHING = 0.99;
 
 const here = new Map(); // what was chosen in this page, where the browser keeps nothing
 
@@ -265,7 +265,7 @@ function keep(name, value) {
 }
 
 function chosen() {
-  const smoothing = Math.min(MOST_SMOOTHING, Math.max(0, Number(kept("smoothing")) || 0));
+  const smoothing = Math.min(MAX_SMOOTHING, Math.max(0, Number(kept("smoothing")) || 0));
   return { smoothing, logarithmic: kept("logarithmic") === "yes", timed: kept("over") === "time" };
 }
 

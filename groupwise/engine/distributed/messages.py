@@ -28,7 +28,7 @@ from groupwise.engine.distributed.handshake import Seal
 
 _PIECE = 1 << 20
 """Bytes to read at once."""
-_MOST_SOCKETS = 253
+_MAX_SOCKETS = 253
 """Most sockets that one `sendmsg` can pass to another process (a limit of Linux)."""
 
 
@@ -156,8 +156,8 @@ class MessageChannel:
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
             frame = add_frame(pickled if self._seal is None else self._seal.code(pickled) + pickled)
-            for start in range(0, len(sockets), _MOST_SOCKETS):
-                descriptors = [sock.fileno() for sock in sockets[start : start + _MOST_SOCKETS]]
+            for start in range(0, len(sockets), _MAX_SOCKETS):
+                descriptors = [sock.fileno() for sock in sockets[start : start + _MAX_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], descriptors) :]
             try:
                 self._connection.sendall(frame)
@@ -200,7 +200,7 @@ class MessageChannel:
 
     def _receive_piece(self) -> None:
         try:
-            piece, descriptors, _, _ = socket.recv_fds(self._connection, _PIECE, _MOST_SOCKETS)
+            piece, descriptors, _, _ = socket.recv_fds(self._connection, _PIECE, _MAX_SOCKETS)
         except ConnectionError as error:
             raise EOFError from error
         if not piece:

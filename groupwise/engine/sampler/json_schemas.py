@@ -32,13 +32,13 @@ OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, 
 INCOMPLETE = "\ufffd"
 NO_TOKEN = "NoExtensionBias"
 """The library's error where none of the tokens may come next."""
-MOST_SCHEMAS = 1000
+MAX_SCHEMAS = 1000
 """Limit on the schemas within the schemas of a request, so that compiling them takes at most half a second."""
-MOST_GRAMMARS = 32
+MAX_GRAMMARS = 32
 """Compiled schemas that are cached; the one that was used least recently goes first."""
 
 
-@lru_cache(MOST_GRAMMARS)
+@lru_cache(MAX_GRAMMARS)
 def check_calls(calls: CallGrammar) -> None:
     """Raise `UsageError`, which names the tool, if the arguments of a tool cannot be enforced; or as `compile_schema` does."""
     total = 0
@@ -50,7 +50,7 @@ def check_calls(calls: CallGrammar) -> None:
                 raise UsageError(
                     f"Arguments are a JSON object, but the schema has the type {arguments['type']!r:.80}; write `object`."
                 )
-            if total > MOST_SCHEMAS:
+            if total > MAX_SCHEMAS:
                 raise _too_many(total)
             compile_schema.__wrapped__(json.dumps(arguments))  # the result for all tools is cached
         except UsageError as error:
@@ -59,16 +59,16 @@ def check_calls(calls: CallGrammar) -> None:
 
 def _too_many(count: int) -> UsageError:
     return UsageError(
-        f"The JSON schema cannot be enforced: there are {count} schemas in it or more, and at most {MOST_SCHEMAS} are compiled, so that "
+        f"The JSON schema cannot be enforced: there are {count} schemas in it or more, and at most {MAX_SCHEMAS} are compiled, so that "
         "others do not wait. Write it with fewer properties."
     )
 
 
-@lru_cache(MOST_GRAMMARS)
+@lru_cache(MAX_GRAMMARS)
 def compile_schema(schema: str) -> str:
     """The grammar of a schema (JSON text). Raises `UsageError` if it cannot be enforced, or if the library is missing."""
     matcher, grammar = _library().LLMatcher, ""
-    if (count := count_schemas(json.loads(schema))) > MOST_SCHEMAS:
+    if (count := count_schemas(json.loads(schema))) > MAX_SCHEMAS:
         raise _too_many(count)
     try:
         grammar = matcher.grammar_from_json_schema(schema, overrides=OPTIONS)
@@ -96,7 +96,7 @@ class SchemaMasks:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
         self._preparing = Lock()
-        self._matcher = lru_cache(MOST_GRAMMARS)(self._compile)
+        self._matcher = lru_cache(MAX_GRAMMARS)(self._compile)
 
     def prepare(self) -> None:
         """Prepare the vocabulary: half a second in which the library lets no other thread of the process run. Raises `UsageError` if it is

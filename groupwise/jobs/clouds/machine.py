@@ -68,7 +68,7 @@ ROOT = "groupwise-launch"
 """The runner's folder, below the home folder on the machine."""
 ORDER = ".groupwise-order.json"
 """The file in the working folder that contains the order."""
-MOST_ORDER = 64 << 20
+MAX_ORDER = 64 << 20
 """Largest size of that file in bytes: a job may have a hundred thousand files."""
 NO_PROBE = ("true",)
 """A probe command that skips the query for GPUs."""
@@ -363,13 +363,13 @@ class MachineBackend:
                     {key: KnownState(state.state)}, seconds=DEFAULT_TIMEOUT
                 )
             data = b""
-            while len(data) <= MOST_ORDER:
+            while len(data) <= MAX_ORDER:
                 part = await self._runner.read(*key, path, offset=len(data))
                 if not part:
                     return data
                 data += part
         raise CloudError(
-            f"{path} of {handle.name} on {self._where} is larger than {MOST_ORDER} bytes"
+            f"{path} of {handle.name} on {self._where} is larger than {MAX_ORDER} bytes"
         )
 
     async def _attempts(self, name: str | None = None) -> list[MemberState]:

@@ -77,7 +77,7 @@ OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
 UPLOAD_TRIES = 3
 """How often files are hashed and sent if one of them changes during that."""
-MOST_HASHES = 10_000
+MAX_HASHES = 10_000
 """Maximum number of hashes in one request."""
 log = logging.getLogger(__name__)
 
@@ -352,8 +352,8 @@ class FleetClient:
         names = {entry.sha256: name for name, entry in entries.items()}
         hashes = sorted(names)
         missing_hashes: list[str] = []
-        for start in range(0, len(hashes), MOST_HASHES):
-            body = {"sha256": hashes[start : start + MOST_HASHES]}
+        for start in range(0, len(hashes), MAX_HASHES):
+            body = {"sha256": hashes[start : start + MAX_HASHES]}
             missing_hashes += self._request_patiently("POST", "/blobs/missing", body=body)[
                 "missing"
             ]

@@ -57,10 +57,10 @@ from groupwise.jobs.hosts.spec import JobSpec, Limits
 
 CLOCK_SECONDS = 5.0
 """Allowed difference in seconds between the database's clock and ours; only the former decides anything, but logs and pages show both."""
-LEAST_NATS = (2, 9, 23)
+MIN_NATS = (2, 9, 23)
 """Older releases admit unauthenticated clients if accounts and `authorization` are mixed (CVE-2023-47090)."""
-LEAST_PYTHON = (3, 8)
-LEAST_DISK_MB = 5_000
+MIN_PYTHON = (3, 8)
+MIN_DISK_MB = 5_000
 CRASHES = 3
 MACHINES_AT_ONCE = 16
 PROBE_TIMEOUT = 120.0
@@ -180,10 +180,10 @@ def _check_own_disk(place: FleetPlace) -> Finding:
     """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
     free_bytes = shutil.disk_usage(place.folder).free
     free_mb = free_bytes // 1_000_000
-    low_level: Level = "problem" if free_bytes < status.LEAST_FREE else "warning"
+    low_level: Level = "problem" if free_bytes < status.MIN_FREE else "warning"
     return Finding(
         "own disk",
-        "ok" if free_mb >= LEAST_DISK_MB else low_level,
+        "ok" if free_mb >= MIN_DISK_MB else low_level,
         f"{byte_size(free_bytes)} free in {place.folder}",
         "once it is full no job can end, because its outputs cannot be stored",
         "make room there, or `groupwise fleet remove`",
@@ -265,13 +265,13 @@ def _check_nats_server(visible_url: str, url: str) -> Finding:
             "start it, or set nats_url to another address, or to off",
         )
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    is_old = numbers < LEAST_NATS
+    is_old = numbers < MIN_NATS
     return Finding(
         "NATS",
         "warning" if is_old else "ok",
         f"{visible_url}, version {version}",
         "this release has known holes" if is_old else "",
-        f"use {'.'.join(map(str, LEAST_NATS))} or newer",
+        f"use {'.'.join(map(str, MIN_NATS))} or newer",
         {"version": version},
     )
 
@@ -466,7 +466,7 @@ async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]
     numbers = tuple(int(part) for part in re.findall(r"\d+", hello.python)[:2])
     python = Finding(
         f"{name} python",
-        "ok" if numbers >= LEAST_PYTHON else "problem",
+        "ok" if numbers >= MIN_PYTHON else "problem",
         f"python3 there is {hello.python}",
         "the runner needs 3.8 or newer",
         "install a newer python3 there",
@@ -477,7 +477,7 @@ async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]
     else:
         disk = Finding(
             f"{name} disk",
-            "ok" if free_mb >= LEAST_DISK_MB else "warning",
+            "ok" if free_mb >= MIN_DISK_MB else "warning",
             f"{free_mb / 1000:.0f} GB free in {hello.root}",
             "checkpoints will not fit, and a job whose disk is full fails",
             "make room there",

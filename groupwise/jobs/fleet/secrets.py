@@ -21,7 +21,7 @@ VARIABLES = ("env:HF_TOKEN", "env:WANDB_API_KEY", "env:OPENAI_API_KEY")
 FOLDER = "file:secrets/*"
 """Files directly in the folder `secrets` of the fleet's folder."""
 DEFAULT_PATTERNS = (*VARIABLES, FOLDER)
-MOST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 """Maximum bytes of a value: it becomes an environment variable."""
 
 _VARIABLE = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
@@ -124,8 +124,8 @@ class AllowedSecrets:
             with open(file, "rb") as opened:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise OSError("it is no file")
-                data = opened.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
+                data = opened.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
                 raise OSError("it is too long for a variable")
             return data.decode().removesuffix("\n")
         except (OSError, ValueError):  # ValueError: not a text, or not a valid path

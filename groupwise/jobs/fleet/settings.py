@@ -38,9 +38,9 @@ DEFAULT_FOLDER = "~/.groupwise/fleet"
 DEFAULT_NATS = "nats://localhost:4222"
 """Default address of NATS for a fleet with several processes."""
 OFF = "off"
-MOST_SECONDS = 86_400.0
+MAX_SECONDS = 86_400.0
 """Longest pause between two looks, one day: a typing error must not stop a role for good."""
-MOST_HOURS = 87_600.0
+MAX_HOURS = 87_600.0
 """Ten years."""
 DATABASE_FILE = "fleet.db"
 
@@ -95,15 +95,15 @@ class FleetSettings(Strict):
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
         min_length=1,
     )
-    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0, le=MOST_SECONDS)
+    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0, le=MAX_SECONDS)
     sweep_seconds: float = setting(
         2.0,
         "Between two looks at the queue, for jobs that no message announced.",
         gt=0,
-        le=MOST_SECONDS,
+        le=MAX_SECONDS,
     )
     requeue_seconds: float = setting(
-        60.0, "Between two comparisons of all attempts with their machines.", gt=0, le=MOST_SECONDS
+        60.0, "Between two comparisons of all attempts with their machines.", gt=0, le=MAX_SECONDS
     )
     lease_seconds: float = setting(
         25.0,
@@ -133,13 +133,13 @@ class FleetSettings(Strict):
         24.0,
         "How long the working folder of an attempt that succeeded stays on its machine, at least 1.",
         ge=1,
-        le=MOST_HOURS,
+        le=MAX_HOURS,
     )
     keep_failed_hours: float = setting(
         72.0,
         "How long those of all other attempts stay there, for people who look into them, at least 1.",
         ge=1,
-        le=MOST_HOURS,
+        le=MAX_HOURS,
     )
     keep_checkpoints: int = setting(
         2,

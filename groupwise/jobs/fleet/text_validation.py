@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from groupwise.api.schemas.problems import Refusal
 
-MOST_PROBLEMS = 10
+MAX_PROBLEMS = 10
 """Maximum problems listed in one refusal."""
 
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
@@ -42,7 +42,7 @@ def require_passable(*names: str, **given: Any) -> None:
     named_values = [*((ascii(name)[:80], name) for name in names), *given.items()]
     problems = [problem for place, value in named_values for problem in text_problems(value, place)]
     if problems:
-        raise Refusal("invalid_request", "; ".join(problems[:MOST_PROBLEMS]) + ".")
+        raise Refusal("invalid_request", "; ".join(problems[:MAX_PROBLEMS]) + ".")
 
 
 def json_safe(value: Any) -> Any:

@@ -51,7 +51,7 @@ MAX_PENDING = 10_000
 """Announcements that wait in memory for delivery; the rest wait in the database."""
 MAX_PER_DESTINATION = 200
 """Announcements in memory for one destination; beyond that only event numbers are kept, and reading continues for the others."""
-MOST_NUMBERS = 200_000
+MAX_NUMBERS = 200_000
 """Maximum number of events kept by number alone."""
 HISTORY_SECONDS = 3600.0
 """Seconds: a new outlet treats jobs that ended earlier as history."""
@@ -344,7 +344,7 @@ class Tracker:
 
     def _has_room(self) -> bool:
         numbers = sum(map(len, self._postponed.values()))
-        return len(self._untold) < MAX_PENDING and numbers < MOST_NUMBERS
+        return len(self._untold) < MAX_PENDING and numbers < MAX_NUMBERS
 
     def _add_pending(self, job_end: JobEnd) -> None:
         self._untold[job_end.event_id] = job_end

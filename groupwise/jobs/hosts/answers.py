@@ -36,17 +36,17 @@ from groupwise.jobs.hosts.spec import (
 
 T = TypeVar("T")
 
-MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
+MAX_INT64, MAX_INT32 = (1 << 63) - 1, (1 << 31) - 1
 """Largest integers that database columns can hold."""
 LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
 """Most characters that are kept of a text, of a name, of the end of a log, and of a program's output; the rest is cut off."""
-MOST_LISTED, MOST_GPUS, MOST_SHOWN = 10_000, 256, 1_000
+MAX_LISTED, MAX_GPUS, MAX_SHOWN = 10_000, 256, 1_000
 """Most entries of a list, most GPUs of a machine, and how many entries are kept of lists that are only shown to users."""
-MOST_EPOCH = (1 << 62) - 1
+MAX_EPOCH = (1 << 62) - 1
 """Highest epoch that runners accept. No control plane assigns a higher one, and database columns cannot hold much more."""
 
 
-def _check_number(value: Any, limit: int = MOST) -> int | float:
+def _check_number(value: Any, limit: int = MAX_INT64) -> int | float:
     # NaN fails the comparison.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= limit:
         raise ValueError(f"a number of at most {limit} is expected")
@@ -54,14 +54,16 @@ def _check_number(value: Any, limit: int = MOST) -> int | float:
 
 
 def _shorten_texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or len(cast("list[object]", value)) > MOST_LISTED:
-        raise ValueError(f"a list of at most {MOST_LISTED} entries is expected")
-    return [str(entry)[:LONGEST] for entry in cast("list[object]", value)[:MOST_SHOWN]]
+    if not isinstance(value, list) or len(cast("list[object]", value)) > MAX_LISTED:
+        raise ValueError(f"a list of at most {MAX_LISTED} entries is expected")
+    return [str(entry)[:LONGEST] for entry in cast("list[object]", value)[:MAX_SHOWN]]
 
 
 def _keep_numbers(value: Any) -> list[int | float]:
     entries = cast("list[object]", value) if isinstance(value, list) else []
-    return [entry for entry in entries if isinstance(entry, int | float) and abs(entry) <= MOST]
+    return [
+        entry for entry in entries if isinstance(entry, int | float) and abs(entry) <= MAX_INT64
+    ]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -76,14 +78,14 @@ Output = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT])
 Tail = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT][-LONGEST_TAIL:])]
 AnyText = Annotated[str, BeforeValidator(lambda value: str(value)[:LONGEST])]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_shorten_texts)]
-"""The first MOST_SHOWN entries of a list; entries that are not strings are converted."""
+"""The first MAX_SHOWN entries of a list; entries that are not strings are converted."""
 Whole = Annotated[int, BeforeValidator(lambda value: int(_check_number(value)))]
 """An integer; 3.0 is accepted for 3."""
-Small = Annotated[int, BeforeValidator(lambda value: int(_check_number(value, MOST_OF_SMALL)))]
+Small = Annotated[int, BeforeValidator(lambda value: int(_check_number(value, MAX_INT32)))]
 Real = Annotated[float, BeforeValidator(lambda value: float(_check_number(value)))]
 JsonObject = Annotated[T, BeforeValidator(_without_nulls)]
 """An object in an answer."""
-ListOf = Annotated[tuple[JsonObject[T], ...], Field(max_length=MOST_LISTED)]
+ListOf = Annotated[tuple[JsonObject[T], ...], Field(max_length=MAX_LISTED)]
 
 
 class RunnerState(StrEnum):
@@ -344,7 +346,7 @@ class Observation:
     ram_free_mb: Whole | None = None
     disk_free_mb: Whole | None = None
     probe: JsonObject[Probe]
-    gpus: Annotated[tuple[JsonObject[SeenGPU], ...], Field(max_length=MOST_GPUS)] = ()
+    gpus: Annotated[tuple[JsonObject[SeenGPU], ...], Field(max_length=MAX_GPUS)] = ()
     apps: ListOf[SeenApp] = ()
     attempts: ListOf[MemberState] = ()
     quarantined: ListOf[Stray] = ()
@@ -471,11 +473,11 @@ def parse_observation(document: object) -> Observation:
     attempts: list[MemberState] = []
     strays = [*observed.quarantined]
     for state in map(_checked_member, observed.attempts):
-        if 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job):
+        if 0 <= state.epoch <= MAX_EPOCH and JOB_ID.fullmatch(state.job):
             attempts.append(state)
         else:  # a job may create a folder with an invalid name, which must not hide other attempts
             strays.append(Stray("folder", f"{state.job}.{state.epoch}"))
-    return replace(observed, attempts=tuple(attempts), quarantined=tuple(strays[:MOST_SHOWN]))
+    return replace(observed, attempts=tuple(attempts), quarantined=tuple(strays[:MAX_SHOWN]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +487,7 @@ class _TreeBody:
     files: dict[str, Any] = field(default_factory=dict[str, Any])
     refused: tuple[tuple[str, str], ...] = ()
     checkpoints: tuple[dict[str, Any], ...] = ()
-    refused_more: dict[str, Annotated[StrictInt, Field(ge=0, le=MOST)]] = field(
+    refused_more: dict[str, Annotated[StrictInt, Field(ge=0, le=MAX_INT64)]] = field(
         default_factory=dict[str, int]
     )
 
@@ -505,7 +507,7 @@ def parse_work_tree(document: object) -> WorkTree:
     checkpoints: list[CheckpointTree] = []
     for entry in body.checkpoints:
         step = entry.get("step")
-        if isinstance(step, int) and not 0 <= step <= MOST:
+        if isinstance(step, int) and not 0 <= step <= MAX_INT64:
             continue  # older runners report impossible steps
         checkpoint = read_answer(_CheckpointBody, entry, "a checkpoint")
         outside: list[tuple[str, str]] = []

@@ -32,7 +32,7 @@ from groupwise.jobs.hosts.spec import SHA256, FileEntry
 PIECE = 1 << 20
 LARGEST_BLOB = 64 << 30
 """Largest size of a file in bytes."""
-MOST_FILES = 100_000
+MAX_FILES = 100_000
 WRITE_THREADS = 8
 """Threads that copy files into the store; most of the time each waits for the disk."""
 SPARED = 86_400.0
@@ -99,9 +99,9 @@ def files_below(root: Path) -> dict[str, Path]:
     if refused:
         listed = "".join(f"\n  {reason}" for reason in refused[:20])
         raise UsageError(f"only regular files can be sent to a machine:{listed}")
-    if len(files) > MOST_FILES:
+    if len(files) > MAX_FILES:
         raise UsageError(
-            f"{len(files)} files in {root}; at most {MOST_FILES} are sent: pack them into one"
+            f"{len(files)} files in {root}; at most {MAX_FILES} are sent: pack them into one"
         )
     return files
 

@@ -35,12 +35,12 @@ PROTOCOL = 1
 SPOKEN = frozenset(n for n in (PROTOCOL, PROTOCOL - 1) if n >= 1)
 """The protocol versions of answers that are accepted. The previous one is included, so control plane and machines can be upgraded one after
 the other."""
-MOST_NOISE = 1 << 20
+MAX_NOISE = 1 << 20
 """Most bytes of other output before the answer; a machine that prints more will not answer."""
 
 _HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d{1,12})\r?\n")
 _LONGEST_HEADER = 200
-_MOST_COMPLAINTS = 4000
+_MAX_COMPLAINTS = 4000
 """Most bytes of standard error that are kept for messages: the last ones."""
 _LONGEST_COMPLAINT = 300
 """Most characters of standard error in a message."""
@@ -107,9 +107,9 @@ class AnswerReader:
             if surplus > 0:
                 del self._buffer[:surplus]
                 self._noise += surplus
-            if self._noise > MOST_NOISE:
+            if self._noise > MAX_NOISE:
                 raise BadAnswer(
-                    f"more than {MOST_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
+                    f"more than {MAX_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
                     f" print without end? The last of it: {self.noise(200)!r}"
                 )
             return False
@@ -280,7 +280,7 @@ class Exchange:
 
     def take_stderr(self, data: bytes) -> None:
         """Handle a piece of standard error."""
-        self._complaints = (self._complaints + data)[-_MOST_COMPLAINTS:]
+        self._complaints = (self._complaints + data)[-_MAX_COMPLAINTS:]
 
     def fail(self, error: HostError) -> None:
         """End the call with an error, unless it has ended already."""

@@ -17,7 +17,7 @@ from typing import Any
 
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
 """The environment variable that contains `<job>.<epoch>` in every process of an attempt."""
-MOST_ARTEFACTS = 1_000_000
+MAX_ARTEFACTS = 1_000_000
 """Most output files that a job may have on a machine; the same as in `runner/artefacts.py`."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 """Valid job names. The pattern is strict, because they name folders and control groups on every machine."""
@@ -52,10 +52,10 @@ RESERVED_PREFIXES = (
     "GROUPWISE_RUNNER",
 )
 """Variables that determine which program runs, or that the runner itself sets: users may not set them."""
-MOST_ARGUMENTS = 4096
+MAX_ARGUMENTS = 4096
 LONGEST_ARGUMENT = 128 * 1024 - 1
 """Bytes of one argument, or of one variable as NAME=VALUE: the kernel's limit (MAX_ARG_STRLEN) counts a NUL byte at its end."""
-MOST_COMMAND_BYTES = 1_800_000
+MAX_COMMAND_BYTES = 1_800_000
 """Bytes of all arguments and variables together. The kernel allows 2 MiB, of which the machine's own variables take some."""
 
 
@@ -87,7 +87,7 @@ class Limits:
     """Disk space in MB that must be free on the machine before the start."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
-    """Largest number of artefact files that a job may leave. It cannot be more than MOST_ARTEFACTS."""
+    """Largest number of artefact files that a job may leave. It cannot be more than MAX_ARTEFACTS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def problems(spec: JobSpec) -> list[str]:
     messages += [
         f"argument {n} has a NUL character in it" for n, a in enumerate(arguments) if "\0" in a
     ]
-    if len(arguments) > MOST_ARGUMENTS:
-        messages.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
+    if len(arguments) > MAX_ARGUMENTS:
+        messages.append(f"{len(arguments)} arguments; at most {MAX_ARGUMENTS} are passed on")
     sizes = [len(argument.encode("utf-8", "replace")) for argument in arguments]
     if max(sizes, default=0) > LONGEST_ARGUMENT:
         messages.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
@@ -132,9 +132,9 @@ def problems(spec: JobSpec) -> list[str]:
         for name, size in variable_sizes.items()
         if size > LONGEST_ARGUMENT
     ]
-    if (total := sum((*sizes, *variable_sizes.values()))) > MOST_COMMAND_BYTES:
+    if (total := sum((*sizes, *variable_sizes.values()))) > MAX_COMMAND_BYTES:
         messages.append(
-            f"arguments and environment have {total:,} bytes; at most {MOST_COMMAND_BYTES:,} can be passed on: put data into a file"
+            f"arguments and environment have {total:,} bytes; at most {MAX_COMMAND_BYTES:,} can be passed on: put data into a file"
         )
     messages += name_problems("environment", spec.environment)
     messages += name_problems("secret", spec.secrets)

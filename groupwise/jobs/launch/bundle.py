@@ -32,7 +32,7 @@ from groupwise.core.settings.credentials import holds_secret
 from groupwise.core.terminal.quantities import byte_size, counted
 from groupwise.core.terminal.text import one_line
 from groupwise.jobs.clouds.folder import INCOMING, NOTE
-from groupwise.jobs.hosts.files import MOST_FILES, walk
+from groupwise.jobs.hosts.files import MAX_FILES, walk
 from groupwise.jobs.hosts.runner.protocol import is_utf8
 from groupwise.jobs.launch.results import MARKER, RESULT
 from groupwise.runs.schema import RECORD
@@ -190,9 +190,9 @@ def bundle(
             f"{root} holds {byte_size(project.size)} in {len(sizes)} files, and at most {byte_size(MAX_BUNDLE_BYTES)} are sent. {remedy}, "
             f"and let the task fetch its data where it runs. The largest:{listed}"
         )
-    if len(sizes) > MOST_FILES:
+    if len(sizes) > MAX_FILES:
         raise UsageError(
-            f"{root} holds {len(sizes)} files, and at most {MOST_FILES} are sent. {remedy}, or pack them into one."
+            f"{root} holds {len(sizes)} files, and at most {MAX_FILES} are sent. {remedy}, or pack them into one."
         )
     _refuse_secrets(project.files, secrets or {})
     _refuse_what_looks_secret(
@@ -327,7 +327,7 @@ def _with_linked_folders(
 
     expanded = itertools.chain.from_iterable(expand(path, frozenset()) for path in found)
     # Links to folders with links to folders may lead to any number of files.
-    return itertools.islice(expanded, len(found) + MOST_FILES + 1)
+    return itertools.islice(expanded, len(found) + MAX_FILES + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -40,11 +40,11 @@ RESULT = "evaluation.json"
 
 MICROBATCH = "training.max_tokens_per_microbatch"
 MAX_NUM_SEQS = "sampler.max_num_seqs"
-LEAST_MICROBATCH = 256
+MIN_MICROBATCH = 256
 """Tokens; a smaller microbatch would only be slower."""
 SMALL_SLOTS = 32
 """Slots if the row does not set them, in which case the machine had chosen their number."""
-LEAST_SLOTS = 8
+MIN_SLOTS = 8
 
 CALLBACKS = "callbacks"
 IN_PROCESS = "rewards.in_process"
@@ -73,16 +73,16 @@ class TrainingKind:
         if MICROBATCH in self.shrinkable_keys:
             tokens = hyperparams.get(MICROBATCH)
             tokens = 4096 if tokens is None else tokens  # a null leaves it to the machine
-            if not isinstance(tokens, int) or tokens <= LEAST_MICROBATCH:
+            if not isinstance(tokens, int) or tokens <= MIN_MICROBATCH:
                 return None
-            smaller[MICROBATCH] = max(LEAST_MICROBATCH, tokens // 2)
+            smaller[MICROBATCH] = max(MIN_MICROBATCH, tokens // 2)
             smaller["training.gradient_checkpointing"] = True
         if MAX_NUM_SEQS in self.shrinkable_keys:
             slots = hyperparams.get(MAX_NUM_SEQS)
             if not isinstance(slots, int):
                 smaller[MAX_NUM_SEQS] = SMALL_SLOTS
-            elif slots > LEAST_SLOTS:
-                smaller[MAX_NUM_SEQS] = max(LEAST_SLOTS, slots // 2)
+            elif slots > MIN_SLOTS:
+                smaller[MAX_NUM_SEQS] = max(MIN_SLOTS, slots // 2)
         return None if smaller == hyperparams else {**row, "hyperparams": smaller}
 
 

@@ -15,7 +15,7 @@ from groupwise.jobs.clouds.gang import NODES
 from groupwise.jobs.clouds.machine import ROOT
 from groupwise.jobs.fleet.machines.plans import Plan, sent_files
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.spec import MOST_ARTEFACTS, JobSpec, Limits
+from groupwise.jobs.hosts.spec import MAX_ARTEFACTS, JobSpec, Limits
 from groupwise.jobs.launch.bundle import SHORTEST_SECRET, Bundle, bundle
 from groupwise.jobs.launch.results import RESULT
 from groupwise.runs.schema import RECORD
@@ -27,7 +27,7 @@ NODE_COMMAND = ("python", "-m", "groupwise.engine.learner.launch_node")
 """The command that starts the processes of one of several machines."""
 DEFAULT_RESULTS = ("runs", "results", "generated", "outputs")
 """Folders that are always fetched: trainings, evaluations, `generate` and job scripts write to them."""
-MOST_RESULTS_MB = 10_000_000
+MAX_RESULTS_MB = 10_000_000
 """Larger than any disk: all results of a job are fetched."""
 RESERVED_NAMES = (RESULT, EARLIER, INCOMING, NODES)
 """Reserved names in the folder of results, which the job may not use."""
@@ -125,8 +125,8 @@ def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
         limits=Limits(
             time_seconds=request.hours * 3600,
             grace_seconds=GRACE_SECONDS,
-            artefact_mb=MOST_RESULTS_MB,
-            artefact_files=MOST_ARTEFACTS,
+            artefact_mb=MAX_RESULTS_MB,
+            artefact_files=MAX_ARTEFACTS,
         ),
     )
     order = Order(

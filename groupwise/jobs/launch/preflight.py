@@ -23,7 +23,7 @@ from groupwise.jobs.hosts.spec import one_word_problem
 
 COMMANDS = ("rl", "sft", "eval", "generate")
 """Subcommands of groupwise that may be launched."""
-MOST_CHECKPOINTS = 20
+MAX_CHECKPOINTS = 20
 """How many checkpoints a disk has room for if the config keeps all of them."""
 OUTPUT = "--output"
 """The option of `eval` and `generate` for their output folder."""
@@ -166,7 +166,7 @@ def _model_gb(plan: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """GB for the weights in float32, downloaded and merged, and for checkpoints: each has the trained weights and two moments of Adam."""
     if "parameters" not in plan:
         return None
-    kept = config["run"]["save_total_limit"] or MOST_CHECKPOINTS
+    kept = config["run"]["save_total_limit"] or MAX_CHECKPOINTS
     checkpoints = 12 * plan["parameters_trained"] * (kept + 1)  # one more while it is written
     return math.ceil((8 * plan["parameters"] + checkpoints) / 1e9)
 

@@ -52,7 +52,7 @@ PUBLISHED = "published"
 BuiltParts = build.Parts | build.LearningParts | build.ServingParts
 PER_TOKEN = ("mask", "sampling_logprobs", "reference_logprobs", "proximal_logprobs", "credits")
 """Fields of a row that are as long as its completion, or as its targets if it names any."""
-MOST_SEEDS = 4096
+MAX_SEEDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +284,7 @@ def check_request(request: GroupRequest, vocabulary: int, longest: int) -> None:
     params = request.params
     _require(bool(request.prompt_ids), "prompt_ids", "is empty; at least one token is needed")
     seeds = request.seeds
-    _require(
-        0 < len(seeds) <= MOST_SEEDS, "seeds", f"are {len(seeds)}; 1 to {MOST_SEEDS} are needed"
-    )
+    _require(0 < len(seeds) <= MAX_SEEDS, "seeds", f"are {len(seeds)}; 1 to {MAX_SEEDS} are needed")
     _require(len({*seeds}) == len(seeds), "seeds", "are not distinct")
     _require(all(0 <= seed < 2**64 for seed in seeds), "seeds", "are not all of 64 bits")
     _require(params.max_tokens >= 1, "max_tokens", f"is {params.max_tokens}; at least 1 is needed")

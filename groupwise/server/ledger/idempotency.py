@@ -35,7 +35,7 @@ RETENTION_SECONDS = 24 * 3600.0
 written by earlier servers hold wall time, which is larger than any uptime: they count as expired.
 """
 
-MOST_UNDELIVERED = 1000
+MAX_UNDELIVERED = 1000
 """Limit on the requests without a delivered response whose retries are awaited; the oldest are forgotten."""
 
 Claim = Callable[[AnswerKey], Awaitable[str | None]]
@@ -123,7 +123,7 @@ class InFlightRequests:
         """Note that the request with this key, made here, has ended; unless its response was delivered, a retry may have its key."""
         if not delivered:
             self._undelivered[_request_id(caller, key)] = key
-            if len(self._undelivered) > MOST_UNDELIVERED:
+            if len(self._undelivered) > MAX_UNDELIVERED:
                 del self._undelivered[next(iter(self._undelivered))]
 
     async def key_for(

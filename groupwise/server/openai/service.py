@@ -62,7 +62,7 @@ POLLED_AT_ONCE = 8
 """Number of streams that are polled that often. With more of them each is polled less often, because every poll decodes the whole text in
 the engine, up to a millisecond for thousands of tokens: dozens of streams would take much of its time.
 """
-MOST_SAMPLING = 512
+MAX_SAMPLING = 512
 """Limit on completions sampled at once without being stored; requests beyond it are refused and may be sent again."""
 TRY_AGAIN = 1.0
 """Seconds after which a refused client may try again."""
@@ -297,7 +297,7 @@ class OpenAIService:
     async def _sample_only(self, work: _Work) -> StoredCompletion:
         ask, conductor, options = work.ask, work.conductor, work.options
         completions = len(ask.prompts) * ask.n
-        if self._sampling and self._sampling + completions > MOST_SAMPLING:
+        if self._sampling and self._sampling + completions > MAX_SAMPLING:
             raise Refusal(
                 "rate_limited",
                 f"{self._sampling} completions are being sampled; beside them there is no room for {completions}. Ask again.",

@@ -20,9 +20,9 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.waiting import ChangeNotifier
 
-MOST_CALLS = 4096
+MAX_CALLS = 4096
 """Limit on calls in progress and answers not yet fetched."""
-MOST_BODIES = 8
+MAX_BODIES = 8
 """Limit on the size of unfinished calls in memory, in multiples of the largest body."""
 KEPT_AFTER_DELIVERY = 900.0
 """Seconds for which the answer of an unordered call is kept after delivery: as long as clients repeat requests."""
@@ -61,7 +61,7 @@ class Calls:
         """`do` does one call. `longest_wait`: seconds for which a call waits for earlier calls. `most_bytes`: largest request body."""
         self._run_call = do
         self._longest_wait = longest_wait
-        self._most_bytes = MOST_BODIES * most_bytes
+        self._most_bytes = MAX_BODIES * most_bytes
         self._clock = clock
         self._calls: dict[int, _Call] = {}
         self._reached = 0
@@ -144,13 +144,13 @@ class Calls:
             del self._calls[number]
 
     def _refuse_more(self, size: int) -> None:
-        if len(self._calls) >= MOST_CALLS:
+        if len(self._calls) >= MAX_CALLS:
             self.forget()
         waiting = sum(call.size for call in self._calls.values() if not call.over)
-        if len(self._calls) >= MOST_CALLS or waiting + size > self._most_bytes:
+        if len(self._calls) >= MAX_CALLS or waiting + size > self._most_bytes:
             raise Refusal(
                 "too_busy",
-                f"{len(self._calls)} calls with {waiting} bytes are under way or not fetched; there may be {MOST_CALLS}, with "
+                f"{len(self._calls)} calls with {waiting} bytes are under way or not fetched; there may be {MAX_CALLS}, with "
                 f"{self._most_bytes} bytes. Wait for some of them.",
                 retry_after=1.0,
             )

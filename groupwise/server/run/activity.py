@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from groupwise.api.http.shared_state import KeyActivity
 from groupwise.api.schemas.activity import (
-    MOST_EVENTS,
-    MOST_GROUPS,
+    MAX_EVENTS,
+    MAX_GROUPS,
     PROMPT_SHOWN,
     ActivityAnswer,
     KnownClient,
@@ -48,7 +48,7 @@ async def activity_of(
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
-        living_groups = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
+        living_groups = () if run is None else groups.living_groups(transaction, run, MAX_GROUPS)
         planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
         steps = calls.steps_done(transaction)
         with_steps = [
@@ -73,7 +73,7 @@ async def activity_of(
                 PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
                 for plan in planned
             ],
-            events=[event_data(event) for event in events.newest_events(transaction, MOST_EVENTS)],
+            events=[event_data(event) for event in events.newest_events(transaction, MAX_EVENTS)],
             sessions=with_steps,
         )
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.api.schemas.fail_fast import IN_SLICES, FailFast
 
-MOST_CALLS = 2**53
+MAX_CALLS = 2**53
 """Call numbers are smaller than this: all JSON readers represent integers up to here exactly."""
-WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
+WHOLE = Annotated[int, Field(ge=0, lt=MAX_CALLS)]
 MANY_WHOLE = Annotated[list[WHOLE], IN_SLICES]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -197,7 +197,7 @@ class SamplingSettings(Body):
 class TargetTokens(Body):
     """Ids whose log-probabilities are wanted in place of the prompt's tokens: [tokens of the prompt - 1, K], dense or sparse (CSR)."""
 
-    data: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_CALLS)]], IN_SLICES]
+    data: Annotated[list[Annotated[int, Field(ge=-1, lt=MAX_CALLS)]], IN_SLICES]
     """-1: none is wanted there; nor in cells that a sparse tensor does not list."""
     dtype: Literal["int64"]
     shape: Annotated[list[WHOLE], Field(min_length=2, max_length=2)]
@@ -205,9 +205,9 @@ class TargetTokens(Body):
     sparse_col_indices: MANY_WHOLE | None = None
 
 
-MOST_TOP = 1024
+MAX_TOP = 1024
 """Largest number of most likely tokens at one place."""
-TOP = Annotated[int, Field(ge=0, le=MOST_TOP)]
+TOP = Annotated[int, Field(ge=0, le=MAX_TOP)]
 
 
 class Sample(Body):
@@ -243,7 +243,7 @@ class Page(Body):
     model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
 
     limit: Annotated[int, Field(ge=1, le=1000)] = 20
-    offset: Annotated[int, Field(ge=0, lt=MOST_CALLS)] = 0
+    offset: Annotated[int, Field(ge=0, lt=MAX_CALLS)] = 0
 
 
 class Scope(Body):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "/api/v1"
 POLL = 40.0
 """Seconds that `retrieve_future` waits; the client times out after 45."""
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """Limit of a body in bytes, unless the application sets another. The client splits its requests at the size that it receives in
 `ClientConfig`.
 """
@@ -109,7 +109,7 @@ def tinker_routes(
     poll: float = POLL,
 ) -> list[Route]:
     """Every route, and one that refuses all others below `PREFIX`. `service` must be open before the first request."""
-    handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
+    handlers = _Handlers(service, bodies or Bodies(MAX_BYTES), poll)
 
     async def healthz(request: Request) -> Response:
         return _json_response(responses.HealthResponse())

@@ -17,7 +17,7 @@ from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import Sampler, SessionRegistry, stored_at
-from groupwise.server.tinker.tensors import MOST_CELLS, Sparse, dense, filled
+from groupwise.server.tinker.tensors import MAX_CELLS, Sparse, dense, filled
 from groupwise.tasks.rollouts.seeds import derive
 
 
@@ -127,9 +127,9 @@ def _sample_order(body: requests.Sample, base: Base) -> SampleRequest:
         ("topk_sample_logprobs", body.num_samples * params.max_tokens),
     ):
         cells = getattr(body, name) * places
-        if cells > MOST_CELLS:
+        if cells > MAX_CELLS:
             raise UsageError(
-                f"{name} is {getattr(body, name)} for up to {places:,} tokens, which makes {cells:,} entries; at most {MOST_CELLS:,} are "
+                f"{name} is {getattr(body, name)} for up to {places:,} tokens, which makes {cells:,} entries; at most {MAX_CELLS:,} are "
                 "given at once."
             )
     # Distinct seeds: from the client's seed, or random if it gives none.

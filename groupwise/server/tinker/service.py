@@ -208,7 +208,7 @@ class TinkerService:
         if (
             model_state is None
             or type(sequence) is not int
-            or not 1 <= sequence < requests.MOST_CALLS
+            or not 1 <= sequence < requests.MAX_CALLS
         ):
             return
         # If the number was used before, the request was refused for that reason.

@@ -24,7 +24,7 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.extras import not_installed
 
-MOST_CELLS = 4_000_000
+MAX_CELLS = 4_000_000
 """Largest N · K of a tensor: 20 for each of 200,000 tokens. A sparse one could otherwise name more cells than there is memory for."""
 
 
@@ -134,9 +134,9 @@ def width_of(shape: Sequence[int], where: str, length: int) -> int | None:
         )
     if len(shape) == 1:
         return None
-    if shape[1] < 1 or length * shape[1] > MOST_CELLS:
+    if shape[1] < 1 or length * shape[1] > MAX_CELLS:
         raise UsageError(
-            f"{where} has the shape {list(shape)}; it needs at least one number for each token, and has at most {MOST_CELLS:,} in all."
+            f"{where} has the shape {list(shape)}; it needs at least one number for each token, and has at most {MAX_CELLS:,} in all."
         )
     return shape[1]
 

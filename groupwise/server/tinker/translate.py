@@ -25,7 +25,7 @@ from groupwise.server.tinker import requests
 from groupwise.server.tinker.tensors import Cells, Sparse, cells_of, messages, places_of, unpacked
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
-MOST_FIELDS = 200_000
+MAX_FIELDS = 200_000
 """Limit on the number of protobuf fields in one body; several thousand datums stay below it."""
 RATIO_MASK = "sequence_ratio_mask"
 CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
@@ -93,7 +93,7 @@ def read(body: bytes) -> ForwardRequest:
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MOST_FIELDS."""
+    """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MAX_FIELDS."""
     from google.protobuf.message import DecodeError
 
     message = messages().ForwardBackwardRequest()
@@ -112,16 +112,16 @@ def parse_forward_backward(body: bytes) -> Any:
 
 
 def _check_field_count(body: bytes, descriptor: Any) -> None:
-    """UsageError for more than MOST_FIELDS, before any of them is created; IndexError if the body ends too early."""
+    """UsageError for more than MAX_FIELDS, before any of them is created; IndexError if the body ends too early."""
     pending = [(0, len(body), descriptor)]
     number = 0
     while pending:
         at, end, kind = pending.pop()
         while at < end:
             number += 1
-            if number > MOST_FIELDS:
+            if number > MAX_FIELDS:
                 raise UsageError(
-                    f"The body of forward_backward has more than {MOST_FIELDS:,} fields; send fewer datums at once."
+                    f"The body of forward_backward has more than {MAX_FIELDS:,} fields; send fewer datums at once."
                 )
             tag, at = _varint(body, at)
             match tag & 7:

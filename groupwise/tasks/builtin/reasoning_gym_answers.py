@@ -31,7 +31,7 @@ RELATIVE_TOLERANCE = 1e-3
 """Largest relative difference between two values that count as the same number, rounded."""
 POINT = 1.37
 """The x at which a formula is compared before it is simplified: not a special point of any function."""
-MOST_LOGIC = 300
+MAX_LOGIC = 300
 """Most characters of a logic formula, because its grader parses in quadratic time; correct ones have a few dozen."""
 FUNCTIONS = frozenset(
     "sin cos tan sec csc cot sinh cosh tanh asin acos atan asinh acosh atanh exp log ln sqrt".split()
@@ -47,7 +47,7 @@ def is_harmless(answer: str, name: str) -> bool:
         return is_small_formula(answer, (), letters=False)
     if name in READ_AS_FORMULA:
         return is_small_formula(answer, FUNCTIONS)
-    if name == "propositional_logic" and len(answer) > MOST_LOGIC:
+    if name == "propositional_logic" and len(answer) > MAX_LOGIC:
         return False
     # The grader of complex numbers gives nan the highest score, even with spaces in it.
     return name != "complex_arithmetic" or "n" not in answer.lower()

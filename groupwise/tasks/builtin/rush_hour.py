@@ -5,7 +5,7 @@ solver finds every reachable placement and its distance in moves from the neares
 undone, so the search starts at all solved boards. A slide of any length is one move. Boards with the requested number of moves
 are drawn from these, a few of each layout.
 
-`answer` holds every solution of the fewest moves; boards with more than `MOST_SOLUTIONS` are not used, so that no best answer is ever
+`answer` holds every solution of the fewest moves; boards with more than `MAX_SOLUTIONS` are not used, so that no best answer is ever
 called wrong. Each has been played on its own board. No two examples share a board, and no two splits share a layout.
 
 The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded as well.
@@ -43,9 +43,9 @@ from groupwise.tasks.rewards.rush_hour import (
     solvable,
 )
 
-MOST_SOLUTIONS = 24
+MAX_SOLUTIONS = 24
 """Most best solutions that a board may have, because all of them are stored in its row."""
-MOST_STATES = 500
+MAX_STATES = 500
 """Most reachable states (placements of the cars) of a layout; one with more is skipped, because dense boards are the harder ones anyway."""
 BOARDS_OF_A_LAYOUT = 4
 FREE_CELLS = range(4, 11)
@@ -298,7 +298,7 @@ def _pick_boards(
     for state, moves in solved.distance.items():
         if (
             task_config.min_moves <= moves <= task_config.max_moves
-            and solved.path_counts[state] <= MOST_SOLUTIONS
+            and solved.path_counts[state] <= MAX_SOLUTIONS
         ):
             by_moves.setdefault(moves, []).append(state)
     selection: list[State] = []
@@ -413,7 +413,7 @@ def solve(layout: Layout, start: State) -> SolvedStates | None:
 
 
 def _state_graph(layout: Layout, start: State) -> Graph | None:
-    """Each reachable state with its neighbours, one move away; None if there are more than `MOST_STATES`."""
+    """Each reachable state with its neighbours, one move away; None if there are more than `MAX_STATES`."""
     cars = [(3 * car, masks, len(masks)) for car, masks in enumerate(layout.masks)]
     cells = layout.walls
     for car, masks in enumerate(layout.masks):
@@ -434,7 +434,7 @@ def _state_graph(layout: Layout, start: State) -> Graph | None:
                         graph[next_state] = []
                         queue.append((next_state, obstacles | masks[target]))
                     target += step
-        if len(queue) > MOST_STATES:
+        if len(queue) > MAX_STATES:
             return None
     return graph
 

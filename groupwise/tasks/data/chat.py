@@ -27,7 +27,7 @@ PromptFormat = Literal["text", "chat"]
 Prefill = Literal["continue", "drop"]
 LESSONS = ("messages", "conversations", "prompt", "completion", "text", "input_ids")
 """The columns that teacher rows are made from."""
-MOST_PLACES = 3
+MAX_PLACES = 3
 """Most rows that a message names for each reason."""
 
 
@@ -184,7 +184,7 @@ def _make_rows(
             for reason, indices in unusable.items()
         ]
         remedy = (
-            "Mend them, or set data.strict to false to leave them out."
+            "Fix them, or set data.strict to false to leave them out."
             if refuse
             else "Check data.prompt_column and data.columns: they name the columns that are read."
         )
@@ -200,8 +200,8 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
 
 
 def _row_numbers_text(indices: Sequence[int]) -> str:
-    text = ", ".join(map(str, indices[:MOST_PLACES]))
-    ellipsis = " …" if len(indices) > MOST_PLACES else ""
+    text = ", ".join(map(str, indices[:MAX_PLACES]))
+    ellipsis = " …" if len(indices) > MAX_PLACES else ""
     return f"row{'s' if len(indices) > 1 else ''} {text}{ellipsis}"
 
 

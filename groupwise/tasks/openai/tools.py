@@ -33,7 +33,7 @@ PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
 BETWEEN_CALLS = " \n\t\r;"
 """What stands between the calls of Llama 3, or before the first."""
-MOST_SCHEMAS = 1000
+MAX_SCHEMAS = 1000
 """Limit on the schemas within the schema of a strict tool, so that checking arguments takes milliseconds."""
 NOT_CHECKED = ("pattern", "patternProperties", "$dynamicRef", "$id", "$anchor")
 """Keywords that a strict tool cannot have: a regular expression may take for ever, the others make references hard to follow."""
@@ -138,8 +138,8 @@ def _schema_problem(schema_text: str) -> str | None:
         count = _count_schemas(schema, schema, {})
     except (LookupError, ValueError, RecursionError) as error:
         return f"cannot be checked beside `strict: true`: {str(error).strip(chr(39))[:200]}"
-    if count > MOST_SCHEMAS:
-        return f"has more than {MOST_SCHEMAS} schemas in it, which is too much to check beside `strict: true`"
+    if count > MAX_SCHEMAS:
+        return f"has more than {MAX_SCHEMAS} schemas in it, which is too much to check beside `strict: true`"
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
@@ -170,7 +170,7 @@ def _count_schemas(schema: Any, root: Any, counts: dict[int, int]) -> int:
                 total += _count_schemas(property_schemas, root, counts)
             elif keyword not in VALUES:
                 total += _count_schemas(value, root, counts)
-        counts[id(mapping)] = min(total, MOST_SCHEMAS + 1)
+        counts[id(mapping)] = min(total, MAX_SCHEMAS + 1)
     return counts[id(mapping)]
 
 

@@ -294,7 +294,7 @@ def literal_number(text: str, gold: str | None = None) -> Fraction | None:
     return None if tree is None else numeric_value(tree)
 
 
-MOST_DIGITS = 4_000
+MAX_DIGITS = 4_000
 """Most digits of a number that is written out; Python refuses more than 4,300."""
 
 
@@ -306,6 +306,6 @@ def voting_key(answer: str) -> str | None:
     unnamed = re.sub(
         r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=[^=]+$)", "", normalized_text(strip_wrapping(answer))
     )
-    if number is None or max(abs(number.numerator), number.denominator) >= 10**MOST_DIGITS:
+    if number is None or max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS:
         return as_words(unnamed) or unnamed or None
     return str(number)

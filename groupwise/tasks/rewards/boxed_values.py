@@ -65,7 +65,7 @@ a test calls one that it returned.
 """
 
 _OF_ASSERTS = tuple(base.__name__ for base in AssertionError.__mro__ if base is not object)
-MOST_ITEMS = 100_000
+MAX_ITEMS = 100_000
 """Most items taken from an iterator that is sent: all of them are read at once."""
 _HEADER = 8
 """Bytes of the header before a frame's content; it holds the length of the content."""
@@ -262,9 +262,7 @@ class ObjectTable:
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            items = self._list_to_json(
-                islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False
-            )
+            items = self._list_to_json(islice(cast("Iterable[Any]", value), MAX_ITEMS), shown=False)
             return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
             raise NotPlainError(f"{type(value).__name__}")

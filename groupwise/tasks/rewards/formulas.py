@@ -13,10 +13,10 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Longest formula in characters: a product of polynomials with a hundred terms has some thousands."""
 
-MOST_BITS = 4096.0
+MAX_BITS = 4096.0
 """Most bits of a numerator or a denominator; an exponent may be as large as this itself."""
 
 LETTER = 1.0
@@ -51,7 +51,7 @@ def is_small_formula(text: str, functions: Collection[str], *, letters: bool = T
 
     Without `letters`, names are not allowed.
     """
-    if len(text) > MOST_CHARACTERS or _LONG_EXPONENT.search(text):
+    if len(text) > MAX_CHARACTERS or _LONG_EXPONENT.search(text):
         return False
     try:
         formula = ast.parse(text.strip(), mode="eval").body
@@ -91,7 +91,7 @@ def _bound_of(part: ast.expr, functions: Collection[str]) -> Bits:
             bits = Bits(growth + 1, growth + 1)
         case _:
             raise _TooLarge
-    if bits.more > MOST_BITS:
+    if bits.more > MAX_BITS:
         raise _TooLarge
     return bits
 
@@ -110,7 +110,7 @@ def _combine_bits(left: Bits, op: ast.operator, right: Bits) -> Bits:
 
 
 def _largest(bits: Bits) -> float:
-    """The largest number with this many bits, for use as an exponent. Raises _TooLarge if it is more than MOST_BITS."""
-    if bits.numerator > math.log2(MOST_BITS):
+    """The largest number with this many bits, for use as an exponent. Raises _TooLarge if it is more than MAX_BITS."""
+    if bits.numerator > math.log2(MAX_BITS):
         raise _TooLarge
     return 2.0**bits.numerator

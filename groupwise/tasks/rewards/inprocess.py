@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_HANGING = 3
+MAX_HANGING = 3
 """Reward threads that may hang at the same time. A hanging thread keeps its memory and may use CPU time of the run."""
 _END_LIMIT = 1.0
 """Seconds to wait for an idle thread to end."""
@@ -143,7 +143,7 @@ class InProcessScorer:
         """`time_limit` is in seconds for the call of a reward function. `rubric` may be None, see `RubricScorer`."""
         self._scorer = RubricScorer(rubric, compute_metrics)
         self._time_limit = time_limit
-        self._thread = LimitedThread("rewards", _too_slow, MOST_HANGING)
+        self._thread = LimitedThread("rewards", _too_slow, MAX_HANGING)
 
     async def start(self) -> None:
         """Does nothing: the thread is ready once it is created."""
@@ -192,7 +192,7 @@ class InProcessScorer:
 
 def _too_slow(running: str, limit: float) -> RunError:
     return RewardWorkerError(
-        f"The reward function `{running}` took longer than {limit:g} s, and {MOST_HANGING} calls before it still hang. They run "
+        f"The reward function `{running}` took longer than {limit:g} s, and {MAX_HANGING} calls before it still hang. They run "
         "inside this process, where nothing can be killed, because a function keeps state or cannot be imported by another "
         "process. Make it faster, raise the limit, or move it into a task file."
     )

@@ -214,14 +214,14 @@ def _prompts_digest(*texts: str) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
-MOST_BRACES = 200
+MAX_BRACES = 200
 """Most opening braces tried as the start of a verdict, from the end of a judge's answer."""
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, without nested ones."""
     objects: list[dict[str, Any]] = []
-    starts = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
+    starts = [match.start() for match in re.finditer("{", text)][-MAX_BRACES:]
     decoder, position = (
         json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys),
         starts[0] if starts else -1,

@@ -84,7 +84,7 @@ NOT_READ = {
 """Columns of open-r1's Codeforces whose meaning is not supported, so the tests would judge wrongly: the value concerned (None:
 any), and why.
 """
-_MOST_UNPACKED = 1 << 29
+_MAX_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
 _FENCE = re.compile(
@@ -477,9 +477,9 @@ def _unpack_private_cases(text: str) -> Any:
     """The private cases of LiveCodeBench: JSON, pickled, compressed, in base64."""
     try:
         unpacking = zlib.decompressobj()
-        packed = unpacking.decompress(base64.b64decode(text, validate=True), _MOST_UNPACKED)
+        packed = unpacking.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED)
         if not unpacking.eof:
-            raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
+            raise ValueError(f"it ends early, or is larger than {_MAX_UNPACKED >> 20} MiB")
         return json.loads(_pickled_text(packed))
     except Exception as error:  # an invalid pickle may raise anything
         raise ValueError(

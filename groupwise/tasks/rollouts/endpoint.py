@@ -69,7 +69,7 @@ DECIDED_BY_THE_RUN = (
     *("repetition_penalty", "logit_bias", "top_logprobs", "store", "metadata"),
 )
 """Fields of a request that the run decides."""
-MOST_CHARACTERS_OF_A_TOKEN = 256
+MAX_CHARACTERS_OF_A_TOKEN = 256
 """No known vocabulary has a longer token. A message that exceeds a prompt by this is refused before it is tokenised, since 10 MB keep the
 run's event loop busy for 10 s."""
 SESSION = "x-session-id"
@@ -201,7 +201,7 @@ class PolicyCalls:
         try:
             prompt = prompt if isinstance(prompt, str) else messages_of(prompt)
             texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
-            most = self._longest * MOST_CHARACTERS_OF_A_TOKEN
+            most = self._longest * MAX_CHARACTERS_OF_A_TOKEN
             if any(isinstance(text, str) and len(text) > most for text in texts):
                 raise self._too_long(f"one of more than {most} characters")
             return first_ids(self.tokenizer, prompt, (), ask.columns)

@@ -42,7 +42,7 @@ from groupwise.tasks.rollouts.hosts import EnvironmentHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
 
-LEAST_LIMIT = 0.05
+MIN_LIMIT = 0.05
 """Minimum time limit of a turn in seconds, even if less is left of `max_seconds`."""
 
 
@@ -199,7 +199,7 @@ class EnvironmentRollouts:
             params = self._turn_params(ask, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
             remaining = self._limits.max_seconds - attempt.seconds
-            limit = min(self._limits.time_limit, max(remaining, LEAST_LIMIT))
+            limit = min(self._limits.time_limit, max(remaining, MIN_LIMIT))
             reply = await self._host.ask(self._turn_call(ask, attempt), limit)
             self._apply_reply(attempt, reply)
             if attempt.outcome == "pending":

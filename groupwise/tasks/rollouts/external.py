@@ -33,7 +33,7 @@ START_ATTEMPTS = 3
 """Failed starts in a row after which the run ends with an error."""
 CANCEL_SECONDS = 5.0
 """Seconds for a process to give up an attempt; then it is killed."""
-LEAST_WAIT = 0.02
+MIN_WAIT = 0.02
 """Seconds between two looks at the time that an environment has taken."""
 
 
@@ -305,7 +305,7 @@ class ExternalRollouts:
             remaining = self._limits.max_seconds - own_seconds
             if remaining <= 0:
                 return False
-            await asyncio.wait((work,), timeout=max(remaining, LEAST_WAIT))
+            await asyncio.wait((work,), timeout=max(remaining, MIN_WAIT))
         return True
 
     async def _cancel(

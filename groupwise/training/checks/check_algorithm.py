@@ -26,7 +26,7 @@ from groupwise.tasks.rollouts.rows import training_rows
 
 TOLERANCE = 1e-5
 """Largest difference of two slopes, as a share of the largest slope: the rounding of float32 in sums of some dozen terms."""
-GROUPS, MEMBERS, MOST_TOKENS = 3, 6, 7
+GROUPS, MEMBERS, MAX_TOKENS = 3, 6, 7
 LIMIT = 32
 """max_completion_length of the step, in tokens."""
 
@@ -190,7 +190,7 @@ def _rollout(rng: random.Random, draw: int, member: int) -> Rollout:
     params = SamplingParams(max_tokens=LIMIT)
     segments: list[Segment] = []
     for turn in range(turns):
-        length = rng.randint(1, MOST_TOKENS)
+        length = rng.randint(1, MAX_TOKENS)
         logprobs = tuple(rng.uniform(-2.0, -0.2) for _ in range(length))
         ids = tuple(range(10, 10 + length))
         finish = "length" if member == 1 and turn else "stop"

@@ -21,7 +21,7 @@ from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Example
 from groupwise.runs import find
-from groupwise.runs.advice import DISTINCT, LEAST_DISTINCT, MOST_WITHOUT_SIGNAL
+from groupwise.runs.advice import DISTINCT, MAX_WITHOUT_SIGNAL, MIN_DISTINCT
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.tasks.data.overlap import prompt_key
@@ -184,14 +184,14 @@ def _spread_of_given(
             "begin with easier prompts, or add a part for what comes before a right answer",
             data,
         )
-    if groups_compared and constant > MOST_WITHOUT_SIGNAL * len(groups_compared):
+    if groups_compared and constant > MAX_WITHOUT_SIGNAL * len(groups_compared):
         return Finding(
             "given completions",
             "warning",
             measured,
             "members of a group are compared with each other, and here they hardly ever earn anything different",
             "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
-            if distinct_fraction < LEAST_DISTINCT
+            if distinct_fraction < MIN_DISTINCT
             else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
             data,
         )

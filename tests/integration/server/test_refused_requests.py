@@ -14,7 +14,7 @@ from benchmarks.small_requests import START
 from tests.integration.server.server_process import running
 
 WARM_UP, AT_ONCE = 60, 8
-MOST_GROWTH = 16.0
+MAX_GROWTH = 16.0
 """Megabytes. A long prompt has a quarter of one."""
 TEXT = {"model": "latest", "prompt": "abc"}
 
@@ -74,4 +74,4 @@ async def test_the_memory_of_server_and_engine_stays(requests: int, tmp_path: Pa
                 memory(pid) - had for pid, had in zip((engine, server.pid), before, strict=True)
             ]
             assert server.engine() == engine
-            assert max(growth) < MOST_GROWTH, growth
+            assert max(growth) < MAX_GROWTH, growth

@@ -335,7 +335,7 @@ def test_damage_is_noticed_and_mended(run, how):
 
 
 def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypatch):
-    monkeypatch.setattr(record_segments, "MOST_CHECKED_BYTES", 0)
+    monkeypatch.setattr(record_segments, "MAX_CHECKED_BYTES", 0)
     run._release()
     record = run.path / "run.db"
     with closing(sqlite3.connect(record)) as connection:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from groupwise.api.http.route import SMALL_BODY
-from groupwise.api.http.strict_json import MOST_KEYS, MOST_LISTS
+from groupwise.api.http.strict_json import MAX_KEYS, MAX_LISTS
 from tests.unit.server.fake_service import FakeService
 from tests.unit.server.http_client import app_of, client_of
 
@@ -33,9 +33,9 @@ BODIES = {
     ),
     "unknown keys": (
         "/rewards",
-        b"{" + b",".join(b'"k%d":1' % number for number in range(MOST_KEYS)) + b"}",
+        b"{" + b",".join(b'"k%d":1' % number for number in range(MAX_KEYS)) + b"}",
     ),
-    "lists of prompts": ("/completions", b'{"prompts": [' + b"[]," * (MOST_LISTS - 5) + b"1]}"),
+    "lists of prompts": ("/completions", b'{"prompts": [' + b"[]," * (MAX_LISTS - 5) + b"1]}"),
     "quotes in a prompt": ("/completions", b'{"prompt": "' + b'\\"' * (LARGE // 2) + b'"}'),
     "halves of characters": (
         "/completions",

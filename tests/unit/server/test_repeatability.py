@@ -14,7 +14,7 @@ from tests.unit.server.restarting_server import PointedServer
 from tests.unit.server.serving import Served
 
 STEPS = 5
-MOST_ROUNDS = 20
+MAX_ROUNDS = 20
 """Rounds of the event loop, at most, for which a call waits at one point."""
 
 
@@ -29,7 +29,7 @@ async def course(
 
     async def wait(point: str = "") -> None:
         del point
-        for _ in range(rng.randrange(MOST_ROUNDS)):
+        for _ in range(rng.randrange(MAX_ROUNDS)):
             await asyncio.sleep(0)
 
     server = PointedServer(folder, wait, completions_wait=20.0)

@@ -37,7 +37,7 @@ ANSWER_TOKENS = 1 << 18
 """Most tokens in one answer, at `TOKEN_BYTES` each, so that it stays well below the client's limit."""
 COLDEST = 0.01
 """vLLM silently raises lower temperatures to this; 0 is greedy."""
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """vLLM's number for minus infinity, because JSON has none."""
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0 through rounding."""
@@ -262,7 +262,7 @@ def _most_probable(position: object, count: int, id_of: Callable[[str], int | No
     possible = [
         (token, float(value))
         for token, value in pairs
-        if token is not None and isinstance(value, int | float) and value > LEAST_LOGPROB
+        if token is not None and isinstance(value, int | float) and value > MIN_LOGPROB
     ]
     return tuple(sorted(possible, key=lambda pair: (-pair[1], pair[0]))[:count])
 
@@ -334,7 +334,7 @@ def _as_list(value: object) -> list[Any]:
 def _check_logprob(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise EndpointError(f"answered the log-probability {value!r}, which is no number")
-    if not math.isfinite(value) or not LEAST_LOGPROB < value <= ROUNDING:
+    if not math.isfinite(value) or not MIN_LOGPROB < value <= ROUNDING:
         raise EndpointError(
             f"answered the log-probability {value}, which no token has that was drawn: the weights or the sums are not finite. Lower "
             "training.learning_rate, or look at the server's log"

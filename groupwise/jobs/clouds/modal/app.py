@@ -17,7 +17,7 @@ from typing import Any, cast
 import modal
 
 from groupwise.jobs.clouds.modal import coordinator, worker
-from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image, app_of
+from groupwise.jobs.clouds.modal.port import MAX_SECONDS, Call, Image, app_of
 
 DESK_APP = "groupwise-desk-1"
 """The number in the name changes when the protocol of its requests changes."""
@@ -133,7 +133,7 @@ def deploy(image: Image, client: modal.Client | None = None) -> None:
             },
             cpu=WORK_CORES,
             memory=WORK_MB,
-            timeout=MOST_SECONDS,
+            timeout=MAX_SECONDS,
             startup_timeout=START_SECONDS,
             retries=0,
             single_use_containers=True,

@@ -17,7 +17,7 @@ from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.clouds.modal.port import (
-    MOST_SECONDS,
+    MAX_SECONDS,
     NAME,
     NAMED,
     SPARE_SECONDS,
@@ -160,11 +160,11 @@ class ModalBackend(MachineBackend):
         """The Modal call for this job; `ModalRunner` adds the attempt's number. Raises UsageError if the timeout is out of range."""
         place_options, image = order.place_options, order.place_options.get("image")
         gpu, gpus = place_options.get("gpu"), (order.gpus or 1) if place_options.get("gpu") else 0
-        timeout = int(place_options.get("timeout") or MOST_SECONDS)
-        if not self._spare < timeout <= MOST_SECONDS:
+        timeout = int(place_options.get("timeout") or MAX_SECONDS)
+        if not self._spare < timeout <= MAX_SECONDS:
             raise UsageError(
                 f"a time-out of {timeout} s: a call of Modal has more than {self._spare:g} s, which are kept for saving, and at most "
-                f"{MOST_SECONDS} s, 24 hours. A job may take longer: --time-limit."
+                f"{MAX_SECONDS} s, 24 hours. A job may take longer: --time-limit."
             )
         limit, usable_seconds = order.spec.limits.time_seconds, timeout - self._spare
         if limit is not None and limit <= timeout:  # one call suffices, including the time to save

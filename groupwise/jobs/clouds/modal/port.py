@@ -19,7 +19,7 @@ ROOT = "groupwise-launch"
 """The runner's folder on the volume."""
 NAMED = "secrets"
 """The key of `Order.place_options` whose value becomes `Call.named`."""
-MOST_SECONDS = 86_400
+MAX_SECONDS = 86_400
 """The longest timeout of a call that Modal allows, in seconds."""
 SPARE_SECONDS = 180.0
 """Seconds reserved at the end of a call: the command gets its grace and its files are committed, before Modal ends the container."""
@@ -38,7 +38,7 @@ class Call:
     gpu: str | None = None
     """Modal's name for the GPU; None: no GPU."""
     gpus: int = 0
-    timeout: int = MOST_SECONDS
+    timeout: int = MAX_SECONDS
     """Seconds after which Modal ends the call."""
     spare: float = SPARE_SECONDS
     limit: float | None = None

@@ -33,9 +33,9 @@ from groupwise.jobs.hosts.files import BlobStore
 P = ParamSpec("P")
 T = TypeVar("T")
 MIB = 1 << 20
-MOST_BODY = 64 * MIB
+MAX_BODY = 64 * MIB
 """Maximum bytes of a request; a file for a job is sent in pieces of at most this size."""
-MOST_JSON = 16 * MIB
+MAX_JSON = 16 * MIB
 """Maximum bytes of a JSON body: an array of jobs, with the files of each."""
 RETRY_SECONDS = 5.0
 """Seconds after which to ask again if the database did not answer."""
@@ -58,7 +58,7 @@ class Folders:
 class Serving(Shared):
     """State shared by all requests to one API."""
 
-    most_json = MOST_JSON
+    most_json = MAX_JSON
     role_words: Mapping[Role, str] = {role: word for word, role in ROLES.items()}
 
     def __init__(
@@ -68,7 +68,7 @@ class Serving(Shared):
         doorbell: Doorbell,
         allowed: AllowedSecrets = DEFAULT_SECRETS,
     ) -> None:
-        super().__init__(Limits(MOST_BODY, max_json_bytes=self.most_json))
+        super().__init__(Limits(MAX_BODY, max_json_bytes=self.most_json))
         self.database = database
         self.folders = folders
         self.doorbell = doorbell
@@ -89,7 +89,7 @@ class Serving(Shared):
 class LocalServing(Serving):
     """Serves callers in this process, who may see the database's name and messages."""
 
-    most_json = MOST_BODY
+    most_json = MAX_BODY
 
     def refusal_of(self, error: Exception) -> Refusal | None:
         """Like `Serving.refusal_of`, but with the messages of the database and of the file system."""

@@ -86,7 +86,7 @@ def _drive(session: Session, writes: Iterable[Steps]) -> None:
 One = TypeVar("One")
 Result = TypeVar("Result")
 
-MOST = 64
+MAX_BATCH = 64
 """Maximum requests in one transaction."""
 LOCK_SECONDS = 0.2
 """Seconds that a batch waits for a lock of another process; a request on its own then waits as long as any transaction."""
@@ -135,7 +135,7 @@ class Batcher(Generic[One, Result]):
 
     async def _work_off(self) -> None:
         while self._waiting:
-            batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             try:
                 results = await self._handle([one for one, _ in batch])
             # every error goes to the callers, which would otherwise wait for ever

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 8
 """Machines that are cleared at the same time; all other work of a dispatcher is more urgent."""
-MOST_FOLDERS = 500
+MAX_FOLDERS = 500
 """Maximum folders of ended attempts on one machine: each costs time whenever the machine is observed."""
 LEAST = 3600.0
 """Minimum time in seconds that a folder stays after its attempt has ended."""
@@ -190,7 +190,7 @@ def forgettable(
     for index, name in enumerate(free_names):
         row = rows[name]
         days = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
-        if now - row.ended_at >= (LEAST if index >= MOST_FOLDERS else days):
+        if now - row.ended_at >= (LEAST if index >= MAX_FOLDERS else days):
             due_names.append(name)
     return [
         *_attempts_of_pruned_jobs(session, [n for n in names if n not in rows]),

@@ -38,7 +38,7 @@ from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.answers import (
-    MOST_EPOCH,
+    MAX_EPOCH,
     MemberState,
     Observation,
     ProbeStatus,
@@ -278,7 +278,7 @@ def _find_strays(session: Session, vm_id: str, observation: Observation) -> list
     for state in observation.quarantined:
         if state.what == "process" and (match := NAME.fullmatch(state.detail)):
             job, epoch = match.group(1), int(match.group(2))
-            if epoch <= MOST_EPOCH:
+            if epoch <= MAX_EPOCH:
                 bare_processes[state.detail] = MemberState(
                     job, epoch, RunnerState.LOST, survivors=1
                 )

@@ -23,7 +23,7 @@ LARGEST = 64 * 1024
 """Maximum bytes of a message that is read; no legitimate list of ids is longer."""
 DEEPEST = 8
 """Maximum depth of nested brackets in a list of ids."""
-MOST_PENDING = 10_000
+MAX_PENDING = 10_000
 """Maximum ids that are kept for a waiter that does not come."""
 
 
@@ -110,7 +110,7 @@ def _encode_ids(job_ids: Sequence[str]) -> bytes:
 class PendingIds:
     """A bounded set of ids with one waiter, which takes all at once: ids heard, for a dispatcher, or ids rung, for the sending task.
 
-    Ids may be put from any thread. Those beyond MOST_PENDING are dropped: the waiter is awake anyway, and a dispatcher that is woken reads
+    Ids may be put from any thread. Those beyond MAX_PENDING are dropped: the waiter is awake anyway, and a dispatcher that is woken reads
     the whole queue.
     """
 
@@ -124,7 +124,7 @@ class PendingIds:
         """Keep the ids and wake the waiter; from any thread."""
         with self._lock:
             for name in job_ids:
-                if len(self._ids) >= MOST_PENDING:
+                if len(self._ids) >= MAX_PENDING:
                     break
                 self._ids.add(name)
             anything, loop = bool(self._ids), self._loop

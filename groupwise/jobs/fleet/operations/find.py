@@ -19,7 +19,7 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Job
 
 Columns = TypeVarTuple("Columns")
 
-MOST_NAMES = 20
+MAX_NAMES = 20
 """Maximum names that a refusal lists."""
 NEAR = 200
 """Number of newest jobs that are searched for an id similar to a misspelt one."""
@@ -97,7 +97,7 @@ def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
         return session.get_one(GPU, found[0].gpu_id, with_for_update=lock or None)
     problem = f"has {len(found)} GPUs {name}: name the UUID" if found else f"has no GPU {name!r}"
     known = ", ".join(
-        f"{row.index} ({row.uuid}, {row.model})" for row in (found or rows)[:MOST_NAMES]
+        f"{row.index} ({row.uuid}, {row.model})" for row in (found or rows)[:MAX_NAMES]
     )
     choices = f"{'they are' if found else 'it has'} {known}" if known else "none was seen there"
     raise Refusal("unknown_gpu", f"machine {vm_id} {problem}; {choices}.")
@@ -110,5 +110,5 @@ def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:
     matches = difflib.get_close_matches(name, names, n=1)
     if matches:
         return f"did you mean {matches[0]}?"
-    rest_note = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"there are {', '.join(names[:MOST_NAMES])}{rest_note}."
+    rest_note = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"there are {', '.join(names[:MAX_NAMES])}{rest_note}."

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import and_, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from groupwise.api.schemas.fleet import MOST_CHANGED
+from groupwise.api.schemas.fleet import MAX_CHANGED
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.operations import find, status, visibility
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -46,8 +46,8 @@ from groupwise.jobs.fleet.store.tables import (
     Reservation,
 )
 
-MOST_LISTED = 1000
-MOST_EVENTS = 200
+MAX_LISTED = 1000
+MAX_EVENTS = 200
 """Maximum events shown for one job, the newest."""
 
 
@@ -92,8 +92,8 @@ def filter_of(
     limit: int = 50,
 ) -> JobFilter:
     """Build the filter from the parameters of GET /jobs and the client. Raises `invalid_request`."""
-    if ids is not None and len(ids) > MOST_LISTED:
-        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
+    if ids is not None and len(ids) > MAX_LISTED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MAX_LISTED} ids at once.")
     labels: dict[str, str] = {}
     for label_text in label or ():
         key, equals, value = label_text.partition("=")
@@ -142,9 +142,9 @@ def ended_statuses(names: Iterable[str] | None) -> frozenset[JobStatus] | None:
 
 def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Document]:
     """Jobs, the newest first, as short documents."""
-    if not 1 <= job_filter.limit <= MOST_LISTED:
+    if not 1 <= job_filter.limit <= MAX_LISTED:
         raise Refusal(
-            "invalid_request", f"limit {job_filter.limit}: 1 to {MOST_LISTED} jobs at once."
+            "invalid_request", f"limit {job_filter.limit}: 1 to {MAX_LISTED} jobs at once."
         )
     query = find.visible(select(Job), actor)
     if job_filter.ids is not None:
@@ -205,7 +205,7 @@ def show(session: Session, actor: Actor, job_id: str) -> Document:
         "waiting": waiting,
         "attempts": attempts(session, job_id),
         "checkpoints": checkpoints(session, job_id),
-        "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
+        "events": events.recent(session, job_id=job_id, limit=MAX_EVENTS),
     }
     return visibility.job(session, actor, document)
 
@@ -301,8 +301,8 @@ def change_many(
     The jobs are locked in one order, and then their projects in one order: two callers wait for each other instead of deadlocking.
     Waiting jobs are woken once, at the end.
     """
-    if len(ids) > MOST_CHANGED:
-        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
+    if len(ids) > MAX_CHANGED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MAX_CHANGED} jobs at once.")
     jobs_by_id = find.jobs(session, actor, ids, lock=True)
     refusals: dict[str, Refusal] = {}
     changed_counts: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import MOST_SECONDS
+from groupwise.api.schemas.fleet import MAX_SECONDS
 from groupwise.api.schemas.keys import Role, new_key
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -38,10 +38,10 @@ def make(
     actor.require_all_projects("make a key")
     if role not in ROLES:
         raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
-    if lasts is not None and not 0 < lasts <= MOST_SECONDS:
+    if lasts is not None and not 0 < lasts <= MAX_SECONDS:
         raise Refusal(
             "invalid_request",
-            f"a key cannot last {lasts:g} seconds: more than 0 and at most {MOST_SECONDS:.0f} are wanted, or nothing at all: until it is "
+            f"a key cannot last {lasts:g} seconds: more than 0 and at most {MAX_SECONDS:.0f} are wanted, or nothing at all: until it is "
             "revoked.",
         )
     new_api_key, now = new_key(ROLES[role]), database_time(session)

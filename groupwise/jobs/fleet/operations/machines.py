@@ -23,10 +23,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import (
-    LEAST_DEADMAN,
-    MOST_INTEGER,
-    MOST_SECONDS,
-    MOST_SLOTS,
+    MAX_INTEGER,
+    MAX_SECONDS,
+    MAX_SLOTS,
+    MIN_DEADMAN,
     NAME,
     EngineBody,
 )
@@ -52,9 +52,9 @@ from groupwise.jobs.fleet.text_validation import text_problems
 
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""
-MOST_NAMED = 20
+MAX_NAMED = 20
 """Maximum jobs named that wait for a removed machine."""
-MOST_EVENTS = 20
+MAX_EVENTS = 20
 """Maximum events shown for one machine, the newest."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
@@ -106,16 +106,16 @@ class NewMachine:
             yield f"port {self.port}: ports are 1 to 65535"
         if self.transport == "ssh" and not self.user:
             yield "no user: say as whom to log in there (--user)"
-        if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MOST_SLOTS:
-            yield f"cpu_slots {self.cpu_slots}: 0 to {MOST_SLOTS} jobs without GPUs at once"
+        if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MAX_SLOTS:
+            yield f"cpu_slots {self.cpu_slots}: 0 to {MAX_SLOTS} jobs without GPUs at once"
         if self.projects is not None and not all(self.projects):
             yield "projects: an empty name"
         if self.probe is not None and (not self.probe or not self.probe[0]):
             yield "probe is empty: a command that lists the GPUs is wanted, as nvidia-smi"
-        if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MOST_INTEGER:
-            yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
-        if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
-            yield f"deadman {self.deadman:g}: {LEAST_DEADMAN:.0f} to {MOST_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
+        if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MAX_INTEGER:
+            yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MAX_INTEGER} MB"
+        if self.deadman is not None and not MIN_DEADMAN <= self.deadman <= MAX_SECONDS:
+            yield f"deadman {self.deadman:g}: {MIN_DEADMAN:.0f} to {MAX_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
 
     def _problems_with_engine(self) -> Iterable[str]:
         if self.engine is None:
@@ -282,7 +282,7 @@ def show(session: Session, actor: Actor, vm_id: str) -> Document:
     vm = find.machine(session, vm_id)
     # Events of the machine itself; those of its jobs are listed with the jobs.
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
-    newest = session.scalars(of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)).all()
+    newest = session.scalars(of_itself.order_by(Event.event_id.desc()).limit(MAX_EVENTS)).all()
     events_shown = [visibility.event(actor, event_document(event)) for event in reversed(newest)]
     return _with_gpus(session, actor, vm) | {"events": events_shown}
 
@@ -432,7 +432,7 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
     )
     names_it = Job.resources["vm"].as_string() == vm_id
     waiting = select(Job.job_id).where(WAITING, names_it).order_by(Job.created_at)
-    return machine_document(vm) | {"waiting_jobs": list(session.scalars(waiting.limit(MOST_NAMED)))}
+    return machine_document(vm) | {"waiting_jobs": list(session.scalars(waiting.limit(MAX_NAMED)))}
 
 
 def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: str = "") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import LEAST_WEIGHT, MOST_INTEGER, MOST_WEIGHT
+from groupwise.api.schemas.fleet import MAX_INTEGER, MAX_WEIGHT, MIN_WEIGHT
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.operations.documents import Document, project_document
@@ -104,15 +104,15 @@ def _check_quotas(changes: dict[str, float | int | None]) -> None:
     if not changes:
         raise Refusal("invalid_request", "nothing to change: give weight, max_gpus or max_waiting.")
     weight = changes.get("weight", 1.0)
-    if weight is None or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+    if weight is None or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise Refusal(
             "invalid_request",
-            f"weight {weight}: a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; 2 gets twice as much as 1.",
+            f"weight {weight}: a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; 2 gets twice as much as 1.",
         )
     for quota in ("max_gpus", "max_waiting"):
         value = changes.get(quota)
-        if value is not None and not 0 <= value <= MOST_INTEGER:
+        if value is not None and not 0 <= value <= MAX_INTEGER:
             raise Refusal(
                 "invalid_request",
-                f"{quota} {value}: a whole number from 0 to {MOST_INTEGER}, or none for no limit.",
+                f"{quota} {value}: a whole number from 0 to {MAX_INTEGER}, or none for no limit.",
             )

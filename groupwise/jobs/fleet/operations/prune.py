@@ -14,7 +14,7 @@ from pathlib import Path
 from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import MOST_SECONDS
+from groupwise.api.schemas.fleet import MAX_SECONDS
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.files import clearing
 from groupwise.jobs.fleet.files.clearing import remove_files, size_of_files
@@ -42,10 +42,10 @@ def old_jobs(
     status: frozenset[JobStatus] | None = None,
 ) -> list[str]:
     """Jobs that ended more than `older_than` seconds ago and that nothing needs any more, the oldest first."""
-    if not 0 <= older_than <= MOST_SECONDS:
+    if not 0 <= older_than <= MAX_SECONDS:
         raise Refusal(
             "invalid_request",
-            f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
+            f"older than {older_than:g} seconds: 0 to {MAX_SECONDS:.0f} seconds are wanted, which is 31 years.",
         )
     ended_before = datetime.fromtimestamp(database_time(session) - older_than, UTC)
     query = (

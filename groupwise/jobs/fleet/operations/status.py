@@ -45,7 +45,7 @@ DAMAGE_SECONDS = 24 * 3600.0
 MAX_PUBLISHING_DELAY = 300.0
 """Seconds that the announcement of a job's end to NATS may be late before there is an alarm."""
 
-LEAST_FREE = 1_000_000_000
+MIN_FREE = 1_000_000_000
 """Bytes on a disk of the control machine below which it counts as full: early enough for the operator to act."""
 
 
@@ -212,7 +212,7 @@ def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document
         )
         disk = existing_folder.stat().st_dev
         free_bytes = shutil.disk_usage(existing_folder).free
-        if free_bytes < LEAST_FREE and disk not in seen_disks:
+        if free_bytes < MIN_FREE and disk not in seen_disks:
             yield _alarm(
                 "disk_full",
                 f"the control machine has {byte_size(free_bytes)} left on the disk of {existing_folder}",

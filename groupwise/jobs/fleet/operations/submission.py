@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.store.tables import GPU, VM, Job
 from groupwise.jobs.hosts.answers import vendor_of
 
 DEFAULT_PROJECT = "default"
-MOST_COMPARED = 20
+MAX_COMPARED = 20
 """Maximum of different requirements in one submission for which similar names are searched, since that is slow."""
 
 Requirements = tuple[
@@ -274,7 +274,7 @@ def unmet_requirements(session: Session, jobs: Sequence[Resources]) -> list[list
         fleet = _Fleet(machines, _Existing([*machines.values()]), [*machines])
         for required in requirements:
             if required not in notes:
-                compare = len(notes) <= MOST_COMPARED  # with similar names that exist
+                compare = len(notes) <= MAX_COMPARED  # with similar names that exist
                 notes[required] = []
                 for problem, name, names, otherwise in _unmet_requirements(fleet, required):
                     similar = compare and name

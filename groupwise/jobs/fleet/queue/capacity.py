@@ -17,7 +17,7 @@ from typing import Any, cast
 from sqlalchemy import Select, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import MOST_SLOTS, UNPREPARED
+from groupwise.api.schemas.fleet import MAX_SLOTS, UNPREPARED
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.queue.elastic import elastic_of
@@ -53,9 +53,9 @@ LOOK_SECONDS = "look_seconds"
 """Key in the facts of a machine: its polling interval in seconds."""
 MAX_LONG_WAITING = 16
 """Long-waiting jobs for which capacity is withheld at once; those for which none could be withheld do not count."""
-MOST_ASKED = 256
+MAX_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
-MOST_NAMED = 1000
+MAX_NAMED = 1000
 """Maximum of machines that a query names; if more have room, the whole fleet is read, but for `View.changed`."""
 
 
@@ -112,7 +112,7 @@ class FreeCapacity:
     known: Mapping[str, Machine] | None = None
     """All machines as they were shortly before. Capacity of full ones is withheld by this, so that they are not read under a lock."""
     changed: Collection[str] | None = None
-    """For the holder of a lock: if too many machines have room to name all, these and `MOST_NAMED` others are read."""
+    """For the holder of a lock: if too many machines have room to name all, these and `MAX_NAMED` others are read."""
 
     def find_placement(
         self,
@@ -339,10 +339,10 @@ def _at_most_named(
     session: Session, query: Select[str], changed: Collection[str] | None
 ) -> list[str] | None:
     """The machines that the query finds; if they are too many to name, `changed` and as many others as can be named, or None."""
-    names = list(session.scalars(query.limit(MOST_NAMED + 1)))
-    if len(names) <= MOST_NAMED:
+    names = list(session.scalars(query.limit(MAX_NAMED + 1)))
+    if len(names) <= MAX_NAMED:
         return names
-    return None if changed is None else [*changed, *names[:MOST_NAMED]]
+    return None if changed is None else [*changed, *names[:MAX_NAMED]]
 
 
 _OPEN = Reservation.released_at.is_(None)
@@ -360,7 +360,7 @@ _FREE_GPUS = select(VM.vm_id).where(
 )
 _TAKEN_SLOTS = (
     select(Reservation.vm_id, func.count().label("slots"))
-    .where(_OPEN, Reservation.slot < MOST_SLOTS)
+    .where(_OPEN, Reservation.slot < MAX_SLOTS)
     .group_by(Reservation.vm_id)
     .subquery()
 )
@@ -695,11 +695,11 @@ def _long_waiting_jobs(session: Session, now: float) -> list[tuple[RankKey, Reso
             Job.rank.is_not(None),
         )
         .order_by(Job.waiting_since)
-        .limit(MOST_ASKED)
+        .limit(MAX_ASKED)
     )
     for job_id, rank, document, project in session.execute(queued_jobs):
         assert rank is not None
         resources = Resources.model_validate(document or {})
         if _gpu_total(resources) > 1 or resources.machines > 1:
             by_job[job_id] = ((rank, job_id), resources, project)
-    return sorted(by_job.values(), key=lambda entry: entry[0])[:MOST_ASKED]
+    return sorted(by_job.values(), key=lambda entry: entry[0])[:MAX_ASKED]

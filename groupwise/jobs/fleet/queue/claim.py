@@ -73,9 +73,9 @@ from groupwise.jobs.hosts.spec import as_json
 
 log = logging.getLogger(__name__)
 
-MOST_MARKED = 100
+MAX_MARKED = 100
 """Maximum jobs that become pending in one transaction; the rest follow in the next."""
-MOST_LOOKS = 8
+MAX_LOOKS = 8
 """Queries of the queue in one transaction, each starting after the last job of the previous one."""
 ELSEWHERE = frozenset(
     {
@@ -162,7 +162,7 @@ def explain(session: Session, unplaced: Unplaced) -> Explained:
         return Explained()
     view = capacity.view(session, {job.project for job in unplaced.blocked})
     reasons: dict[str, Blocked] = {}
-    remaining = MOST_MARKED
+    remaining = MAX_MARKED
     for job in unplaced.blocked:
         placement = view.find_placement(job.resources, job.project, job.key)
         if isinstance(placement, Blocked):
@@ -188,7 +188,7 @@ def mark(session: Session, unplaced: Unplaced, explained: Explained, owner: str)
             return False
         projects = {job.project for job in unplaced.blocked}
         view = capacity.view_of_room(session, projects, explained.machines)
-        remaining = MOST_MARKED
+        remaining = MAX_MARKED
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in unplaced.blocked})
         for job in unplaced.blocked:
             if not remaining:
@@ -407,7 +407,7 @@ def _place_all(
     Jobs at the head of the queue that cannot start therefore do not hide those after them.
     """
     remaining = limit
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_LOOKS):
         plan.earlier_attempts.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)

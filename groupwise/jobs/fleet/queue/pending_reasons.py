@@ -19,7 +19,7 @@ from groupwise.jobs.fleet.states import FINAL, AttemptState, JobStatus
 from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Member, Reservation
 
-_MOST_COUNTED = 1000
+_MAX_COUNTED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,11 @@ def explain(session: Session, job: Job) -> list[str]:
         return reasons
     ranks_before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
     may_start = (QUEUED, Job.not_before <= database_time(session))
-    jobs_ahead = select(Job.job_id).where(*may_start, ranks_before).limit(_MOST_COUNTED).subquery()
+    jobs_ahead = select(Job.job_id).where(*may_start, ranks_before).limit(_MAX_COUNTED).subquery()
     count = session.scalar(select(func.count()).select_from(jobs_ahead)) or 0
     if not count:
         return ["there is room for it, and it is the next in the queue"]
-    at_least = "at least " if count == _MOST_COUNTED else ""
+    at_least = "at least " if count == _MAX_COUNTED else ""
     return [f"there is room for it; before it in the queue: {at_least}{counted(count, 'job')}"]
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from operator import attrgetter
 
-from groupwise.api.schemas.fleet import MOST_SLOTS
+from groupwise.api.schemas.fleet import MAX_SLOTS
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import elastic
 from groupwise.jobs.fleet.queue.elastic import Elastic
@@ -31,7 +31,7 @@ from groupwise.jobs.fleet.queue.resources import Resources, fits_model, model_wo
 
 LONG_WAIT_SECONDS = 600.0
 """GPUs are withheld for a job that has waited for room longer than this many seconds."""
-MOST_REASONS = 12
+MAX_REASONS = 12
 """Maximum lines of reasons why there is no room; the rest are only counted."""
 _NAMED_MACHINES = 3
 """Maximum machines named for each reason; the rest are only counted."""
@@ -66,8 +66,8 @@ class MachineGPU:
 
 
 _KINDS: dict[tuple[object, ...], int] = {}
-"""Numbers of kinds of machines. Once there are `_MOST_KINDS` it is begun again with numbers that were not used before."""
-_MOST_KINDS = 10_000
+"""Numbers of kinds of machines. Once there are `_MAX_KINDS` it is begun again with numbers that were not used before."""
+_MAX_KINDS = 10_000
 _NUMBERS = count(1)
 
 
@@ -115,7 +115,7 @@ class Machine:
                 *(self.trouble, self.slots, self.taken_slots, self.cpus, self.ram_mb),
                 *(self.promised_cpus, self.promised_ram_mb, *sorted(gpus)),
             )
-            if len(_KINDS) >= _MOST_KINDS:
+            if len(_KINDS) >= _MAX_KINDS:
                 _KINDS.clear()
             object.__setattr__(
                 self, "_kind", _KINDS.get(content) or _KINDS.setdefault(content, next(_NUMBERS))
@@ -301,7 +301,7 @@ def apply(placement: Placement, resources: Resources, machines: dict[str, Machin
 
 def is_oversubscribed(slot: int | None) -> bool:
     """True for the number of a CPU slot beyond those that a machine can have (`Resources.oversubscribe`)."""
-    return slot is not None and slot >= MOST_SLOTS
+    return slot is not None and slot >= MAX_SLOTS
 
 
 def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
@@ -447,7 +447,7 @@ def _find_slot(resources: Resources, machine: Machine, held: Held, avoid: Avoid)
     if resources.oversubscribe:  # numbers that no slot of a machine has
         avoided = {slot for vm_id, slot in avoid.slots if vm_id == machine.vm_id}
         taken = machine.taken_slots | avoided
-        return Seat(machine.vm_id, slot=next(n for n in count(MOST_SLOTS) if n not in taken))
+        return Seat(machine.vm_id, slot=next(n for n in count(MAX_SLOTS) if n not in taken))
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
     kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
@@ -618,11 +618,11 @@ def _blocked_reasons(
     for vm_id, reason in dict.fromkeys(refusals):
         by_reason.setdefault(reason, []).append(vm_id)
     ordered = sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    for reason, names in ordered[:MOST_REASONS]:
+    for reason, names in ordered[:MAX_REASONS]:
         extra_count = len(names) - _NAMED_MACHINES
         rest_note = f" and {extra_count} more" if extra_count > 0 else ""
         lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest_note}: {reason}")
-    if other_reasons := ordered[MOST_REASONS:]:
+    if other_reasons := ordered[MAX_REASONS:]:
         count = sum(len(names) for _, names in other_reasons)
         lines.append(
             f"{counted(count, 'machine')} more, for {counted(len(other_reasons), 'other reason')}"

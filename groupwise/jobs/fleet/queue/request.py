@@ -26,24 +26,24 @@ from groupwise.jobs.fleet.queue.failures import (
     REFUSED_LAUNCH,
     RetryPolicy,
 )
-from groupwise.jobs.fleet.queue.resources import MOST_MB, Resources
+from groupwise.jobs.fleet.queue.resources import MAX_MB, Resources
 from groupwise.jobs.fleet.queue.resources import problems as resource_problems
 from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, path_problems
+from groupwise.jobs.hosts.spec import JOB_ID, MAX_ARTEFACTS, SHA256, FileEntry, path_problems
 
 COMMAND = "COMMAND"
 """The kind of a job that is an argument list and nothing else."""
-MOST_PRIORITY = 1000
+MAX_PRIORITY = 1000
 """Largest absolute value; each step is worth an hour of waiting."""
-MOST_INTEGER = 2**31 - 1
-MOST_FILES = 100_000
+MAX_INTEGER = 2**31 - 1
+MAX_FILES = 100_000
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
-Whole = Annotated[int, Field(ge=1, le=MOST_INTEGER)]
+Whole = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Retries = Annotated[int, Field(ge=0, le=100)]
-Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -64,10 +64,10 @@ class RequestedLimits(_Strict):
     """Time limit in seconds, counted from the start of the command."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] | None = None
     """Seconds between TERM and KILL."""
-    artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
+    artefact_mb: Annotated[int, Field(ge=1, le=MAX_MB)] | None = None
     """Largest size in MiB of all artefacts of one machine. To fetch nothing, ask for no artefacts."""
     artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """MOST_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
+    """MAX_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
 
 
 class RequestedRetries(_Strict):
@@ -94,7 +94,7 @@ class RequestDocument(_Strict):
     environment: dict[str, str] = {}
     files: Annotated[
         dict[str, Annotated[tuple[str, int, int], Field(strict=False)]],
-        Field(max_length=MOST_FILES),
+        Field(max_length=MAX_FILES),
     ] = {}
     """Path in the working folder → sha256, mode, size of a blob that the control machine has."""
     secrets: dict[str, str] = {}
@@ -134,7 +134,7 @@ class RequestDocument(_Strict):
         return {path: FileEntry(*entry) for path, entry in self.files.items()}
 
 
-MOST_JSON = 1 << 20
+MAX_JSON = 1 << 20
 """Maximum bytes of a request without its files: it is read, compared and written while others wait to write."""
 
 
@@ -180,9 +180,9 @@ class JobRequest(RequestDocument):
     @model_validator(mode="after")
     def _is_not_data(self) -> Self:
         size = len(self.model_dump_json(exclude={"files"}))
-        if size > MOST_JSON:
+        if size > MAX_JSON:
             raise ValueError(
-                f"the job is described by {size:,} bytes of JSON without its files; at most {MOST_JSON:,}. Put data into a file"
+                f"the job is described by {size:,} bytes of JSON without its files; at most {MAX_JSON:,}. Put data into a file"
             )
         return self
 
@@ -280,9 +280,9 @@ def problems(request: RequestDocument) -> list[str]:
         messages.append(
             "allow_smaller_batch has no effect on a job without retries: allow some (retry.charged, retry.per_class.gpu_oom)"
         )
-    if max_files is not None and max_files > MOST_ARTEFACTS:
+    if max_files is not None and max_files > MAX_ARTEFACTS:
         messages.append(
-            f"limits.artefact_files: {max_files} is more than the {MOST_ARTEFACTS} that are fetched"
+            f"limits.artefact_files: {max_files} is more than the {MAX_ARTEFACTS} that are fetched"
         )
     return messages
 

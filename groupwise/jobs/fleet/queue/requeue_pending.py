@@ -45,7 +45,7 @@ from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Job
 
-MOST_WOKEN = 64
+MAX_WOKEN = 64
 """Jobs woken at once; when they are placed, a claim that finds the queue empty wakes the next."""
 _LATER = "groupwise_wake_later"
 _LOCK = 0x67726F75
@@ -165,7 +165,7 @@ def _wake_in_order(
     next_keys = {job.shape: following_jobs(session, job) for job in waiting_jobs}
     heapq.heapify(best)
     woken_ids: list[str] = []
-    while best and len(woken_ids) < MOST_WOKEN:
+    while best and len(woken_ids) < MAX_WOKEN:
         key, job = heapq.heappop(best)
         placement = trial.room_for(job.resources, job.project, key)
         if placement is None:

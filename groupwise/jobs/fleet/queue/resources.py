@@ -17,17 +17,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from groupwise.api.schemas.fail_fast import FailFast
-from groupwise.api.schemas.fleet import MOST_GPUS
+from groupwise.api.schemas.fleet import MAX_GPUS
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.hosts.answers import vendor_of
 
-MOST_MACHINES = 1024
-MOST_MB = 2**31 - 1
+MAX_MACHINES = 1024
+MAX_MB = 2**31 - 1
 """The largest value of a database column: 2 million GB."""
 
-Megabytes = Annotated[int, Field(gt=0, le=MOST_MB)]
+Megabytes = Annotated[int, Field(gt=0, le=MAX_MB)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 _COUNT = re.compile(r"\d+")
@@ -45,7 +45,7 @@ class Resources(FailFast, BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    gpus: Annotated[int, Field(ge=0, le=MOST_GPUS)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=MAX_GPUS)] | None = None
     """GPUs on each machine; 0 means a CPU slot. None: admission chooses 0 for a command, 1 for a job of a kind if the fleet has a GPU."""
     named: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
     """These GPUs and no others: indices on `vm`, or UUIDs."""
@@ -57,9 +57,9 @@ class Resources(FailFast, BaseModel):
     """Least memory of a GPU."""
     share_mb: Megabytes | None = None
     """Memory of one GPU that is shared with others; without it GPUs are given whole."""
-    machines: Annotated[int, Field(ge=1, le=MOST_MACHINES)] = 1
+    machines: Annotated[int, Field(ge=1, le=MAX_MACHINES)] = 1
     """A gang: all at once, or none."""
-    cpus: Annotated[int, Field(ge=1, le=MOST_GPUS * 64)] | None = None
+    cpus: Annotated[int, Field(ge=1, le=MAX_GPUS * 64)] | None = None
     ram_mb: Megabytes | None = None
     disk_mb: Megabytes | None = None
     """Free on the machine's disk before it starts."""

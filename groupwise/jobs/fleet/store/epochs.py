@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-MOST_AHEAD = 10_000_000
+MAX_AHEAD = 10_000_000
 """Epochs further ahead than this are ignored: numbers are finite, and a job may create a folder with any number."""
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
     kind = session.get_bind().dialect.name
     last_assigned: int = session.execute(text(_LAST[kind])).scalar_one()
     highest = max(
-        (epoch for epoch in numbers if epoch <= last_assigned + MOST_AHEAD), default=last_assigned
+        (epoch for epoch in numbers if epoch <= last_assigned + MAX_AHEAD), default=last_assigned
     )
     if highest <= last_assigned:
         return False

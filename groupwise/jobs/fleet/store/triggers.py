@@ -32,11 +32,11 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from groupwise.api.schemas.fleet import (
-    LEAST_WEIGHT,
-    MOST_INTEGER,
-    MOST_SECONDS,
-    MOST_SLOTS,
-    MOST_WEIGHT,
+    MAX_INTEGER,
+    MAX_SECONDS,
+    MAX_SLOTS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     NAME,
 )
 from groupwise.jobs.fleet import states
@@ -460,12 +460,12 @@ _NUMBERS = {
 }
 RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
     ("vms", "port"): (1, 65535),
-    ("vms", "cpu_slots"): (0, MOST_SLOTS),
-    ("vms", "idle_memory_mb"): (0, MOST_INTEGER),
-    ("vms", "deadman"): (1, MOST_SECONDS),
-    ("projects", "weight"): (LEAST_WEIGHT, MOST_WEIGHT),
-    ("projects", "max_gpus"): (0, MOST_INTEGER),
-    ("projects", "max_waiting"): (0, MOST_INTEGER),
+    ("vms", "cpu_slots"): (0, MAX_SLOTS),
+    ("vms", "idle_memory_mb"): (0, MAX_INTEGER),
+    ("vms", "deadman"): (1, MAX_SECONDS),
+    ("projects", "weight"): (MIN_WEIGHT, MAX_WEIGHT),
+    ("projects", "max_gpus"): (0, MAX_INTEGER),
+    ("projects", "max_waiting"): (0, MAX_INTEGER),
 }
 """Smallest and largest value of columns that people write by hand. The API's are the same, but for a longer least `deadman`."""
 

@@ -34,7 +34,7 @@ AMD_UUID = re.compile(
 )
 """amd-smi's UUID: the device's number, with the card's unique id around it, which is the UUID in HIP."""
 ROCM_CARD = re.compile(r"card\d{1,4}")
-LEAST_VRAM_MB = 1024
+MIN_VRAM_MB = 1024
 """The graphics of a processor set aside less than this, and use the machine's memory."""
 UNITS = {"B": 1 / (1 << 20), "KB": 1 / (1 << 10), "MB": 1, "GB": 1 << 10}
 """MiB in each unit."""
@@ -133,7 +133,7 @@ def add_amd_gpu(
         uuid = f"GPU-amd-{read_text('/etc/machine-id').strip()}-{place}"
         visible = str(index)
     gpu = gpu_record("amd", index, uuid, visible=visible, **values)
-    if gpu["memory_mb"] is not None and gpu["memory_mb"] < LEAST_VRAM_MB:
+    if gpu["memory_mb"] is not None and gpu["memory_mb"] < MIN_VRAM_MB:
         gpu.update(integrated=True, memory_mb=machine_memory_mb(), memory_used_mb=None)
     elif gpu["memory_used_mb"] is None and not gpu["problems"]:
         gpu["problems"] = [f"{report.tool} does not report its memory"]

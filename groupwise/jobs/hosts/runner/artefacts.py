@@ -25,7 +25,7 @@ from groupwise.jobs.hosts.runner.protocol import (
 from groupwise.jobs.hosts.runner.root import attempt_of
 from groupwise.jobs.hosts.runner.state import state_of
 from groupwise.jobs.hosts.runner.work_folder import (
-    MOST_ENTRIES,
+    MAX_ENTRIES,
     NO_FILES,
     Walk,
     open_regular,
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 LARGEST_READ = 64 << 20
-MOST_GATHERED = 1000
+MAX_GATHERED = 1000
 """Most files in one `gather`; reading them takes some tenths of a second."""
 LARGEST_GATHERED = 4 << 20
 """Most bytes in one `gather`, over all files."""
 SAVE_INTERVAL = 20.0
 """Seconds between saves of the hashes while files are read: the caller may disconnect before all files are hashed."""
-MOST_ARTEFACTS = 1_000_000
+MAX_ARTEFACTS = 1_000_000
 """Most files of a job, and most folders; upper bound of the job's own limit."""
 LARGEST_LISTING = 192 << 20
-"""Most bytes that listed files take up in an answer: enough for MOST_ARTEFACTS with paths of 100 characters. The client accepts more
+"""Most bytes that listed files take up in an answer: enough for MAX_ARTEFACTS with paths of 100 characters. The client accepts more
 (LARGEST_MANIFEST in `driver.py`)."""
-MOST_REFUSED = 1000
+MAX_REFUSED = 1000
 """Most refused files of each kind that an answer lists individually."""
 REFUSED_TOGETHER = 4 << 20
 """Most bytes that the list of refused files of each kind takes up in an answer."""
@@ -103,10 +103,10 @@ def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Read many small files of the working folder in one answer: one request for each would take longer than the reading, since each starts
     a process."""
     attempt, files = attempt_of(root, body), files_of(body)
-    if len(files) > MOST_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
+    if len(files) > MAX_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
         raise RequestRejected(
             "bad_request",
-            f"files: at most {MOST_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
+            f"files: at most {MAX_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
         )
     contents = [read_if_unchanged(attempt.work, path, sha, size) for path, sha, size in files]
     return {"whole": [data is not None for data in contents]}, b"".join(filter(None, contents))
@@ -170,7 +170,7 @@ class Artefacts:
         self.files_left = most_artefacts(state)
         self.room = LARGEST_LISTING
         self.hashes = Hashes(attempt)
-        self.walk = Walk(attempt.work, max(MOST_ENTRIES, 2 * self.files_left))
+        self.walk = Walk(attempt.work, max(MAX_ENTRIES, 2 * self.files_left))
         self.declared: list[str] = state.get("artefacts") or []
         self.files: dict[str, list[Any]] = {}
         self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
@@ -194,7 +194,7 @@ class Artefacts:
     def _refuse(self, path: str, reason: str) -> None:
         is_serious = path in self.declared or reason not in NO_FILES
         self.refused_room[is_serious] -= listed_bytes(path)
-        if self.refused_room[is_serious] < 0 or len(self.refused[is_serious]) >= MOST_REFUSED:
+        if self.refused_room[is_serious] < 0 or len(self.refused[is_serious]) >= MAX_REFUSED:
             self.unlisted[reason] = self.unlisted.get(reason, 0) + 1
         else:
             self.refused[is_serious].append([path, reason])
@@ -225,7 +225,7 @@ def most_artefacts(state: dict[str, Any]) -> int:
     """How many output files the job may have."""
     limits: dict[str, Any] = state.get("limits") or {}
     limit = limits.get("artefact_files")
-    return min(100_000 if limit is None else int(limit), MOST_ARTEFACTS)
+    return min(100_000 if limit is None else int(limit), MAX_ARTEFACTS)
 
 
 def listed_bytes(path: str) -> int:

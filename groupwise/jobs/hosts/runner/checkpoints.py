@@ -29,12 +29,12 @@ SETTLED = 2.0
 LARGEST_MANIFEST = 4 << 20
 """Largest `manifest.json` of a checkpoint in bytes, enough for some 30,000 files. A larger file is not a checkpoint's manifest and is not
 read."""
-MOST_MANIFESTS = 10_000
+MAX_MANIFESTS = 10_000
 MANIFESTS_TOGETHER = 32 << 20
 """Most bytes of manifests that are read at once for an attempt; reading them takes about a second."""
 REMEMBERED_ABOVE = 64 << 10
 """Size in bytes. Smaller files that are no checkpoint's manifest are not remembered: reading them again is cheap."""
-MOST_STEPS = 1 << 63
+MAX_STEPS = 1 << 63
 """The highest step that a database column can hold, plus one."""
 
 
@@ -66,7 +66,7 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
     checkpoints: list[Checkpoint] = []
     manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
     manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
-    for path in manifests[:MOST_MANIFESTS]:
+    for path in manifests[:MAX_MANIFESTS]:
         file = walk.files[path]
         if file.st_size > min(bytes_left, LARGEST_MANIFEST) or foreign.has(file):
             continue
@@ -87,7 +87,7 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
     try:
         manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
-        is_valid = is_count(step, MOST_STEPS - 1) and all(
+        is_valid = is_count(step, MAX_STEPS - 1) and all(
             is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
         )
     except (RequestRejected, OSError, *NO_JSON, KeyError, TypeError, AttributeError):

@@ -57,7 +57,7 @@ LOST = re.compile(
 NO_DEVICES = "No devices were found"
 ANSWERED = (0, 14, 15)
 """Exit codes of a complete answer: 14 warns of a corrupt infoROM, 15 of a GPU that was lost."""
-MOST_CARDS = 16
+MAX_CARDS = 16
 CARD_UUID = re.compile(r"(?:GPU|MIG)-.+|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 """UUID of a GPU; on a Jetson it has no prefix."""
 MIG_LINE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+(\d+):\s+\(UUID:\s*(MIG-[A-Za-z0-9/-]+)\)\s*")
@@ -143,10 +143,10 @@ def sort_lines(
 def read_cards(report: GpuReport, probe: Probe, fields: Sequence[str]) -> None:
     """Query each GPU by itself, and the processes on it."""
     try:
-        count = len(os.listdir("/proc/driver/nvidia/gpus")) or MOST_CARDS
+        count = len(os.listdir("/proc/driver/nvidia/gpus")) or MAX_CARDS
     except OSError:
-        count = MOST_CARDS
-    cards = [("-i", str(n)) for n in range(min(count, MOST_CARDS))]
+        count = MAX_CARDS
+    cards = [("-i", str(n)) for n in range(min(count, MAX_CARDS))]
     queries = (query_arguments("gpu", fields), query_arguments("compute-apps", APP_FIELDS))
     outputs = probe.run(*((*card, *query) for query in queries for card in cards))
     answered: set[str] = set()

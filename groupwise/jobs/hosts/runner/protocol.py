@@ -76,7 +76,7 @@ Requests and answers
     run       arguments, timeout? → code (null: it did not end in time), out, err. Runs a program of the machine, not
                 a job: for example an engine's command
     read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file has another hash by now
-    gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
+    gather    job, epoch, files [[path, sha256, size], ...], MAX_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
                 [true or false, ...], payload: the bytes of the whole ones, in order. The others have changed, or cannot be read: `read`
                 gives the reason
     keep      job, epoch, files [[path, sha256, size], ...] → kept. These files of the working folder become blobs, so a checkpoint need

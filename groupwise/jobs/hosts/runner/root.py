@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
-MOST_EPOCH = (1 << 62) - 1
+MAX_EPOCH = (1 << 62) - 1
 """Highest accepted epoch; `ATTEMPT_NAME` has enough digits for larger numbers."""
 TOKEN = "queued.json"
 SPARE = 256 * 1024
 """Bytes reserved in a root for `void` and `forget` on a full disk; more than a launch leaves over when it has claimed its folder."""
-MOST_UNREMOVED = 20
+MAX_UNREMOVED = 20
 """Most folders of this kind (prefix STAYS) that an answer lists."""
 
 
@@ -138,7 +138,7 @@ def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
         raise RequestRejected("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
-    if not is_count(epoch, MOST_EPOCH):
+    if not is_count(epoch, MAX_EPOCH):
         raise RequestRejected("bad_request", "epoch: a whole number from 0 is expected")
     return Attempt(root, job, epoch)
 
@@ -159,7 +159,7 @@ def list_attempts(root: Root) -> tuple[list[Attempt], list[str]]:
     except OSError:
         return [], []
     attempts = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
-    attempts = [attempt for attempt in attempts if is_count(attempt.epoch, MOST_EPOCH)]
+    attempts = [attempt for attempt in attempts if is_count(attempt.epoch, MAX_EPOCH)]
     attempt_names = {attempt.name for attempt in attempts}
     return attempts, [
         name for name in names if name not in attempt_names and not name.startswith(".")
@@ -172,7 +172,7 @@ def unremovable_folders(root: Root) -> list[str]:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
         return []
-    return [root.at("attempts", n) for n in names if n.startswith(STAYS)][:MOST_UNREMOVED]
+    return [root.at("attempts", n) for n in names if n.startswith(STAYS)][:MAX_UNREMOVED]
 
 
 def keep_spare(root: Root) -> None:

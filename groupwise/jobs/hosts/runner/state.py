@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.cgroups import is_cgroup_of
-from groupwise.jobs.hosts.runner.checkpoints import MOST_STEPS, checkpoints_of
+from groupwise.jobs.hosts.runner.checkpoints import MAX_STEPS, checkpoints_of
 from groupwise.jobs.hosts.runner.files import (
     TAIL,
     cell_words,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from groupwise.jobs.hosts.runner.root import Attempt
 
-MOST_GPUS = 256
+MAX_GPUS = 256
 """Most GPUs that the state of one attempt may list."""
 ENGINE_LOG = "engine.log"
 
@@ -74,8 +74,8 @@ def is_refusal(value: Any) -> bool:
 
 
 def are_gpus(value: Any) -> bool:
-    """True for a list of GPU UUIDs as in a launch request, MOST_GPUS at most."""
-    if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
+    """True for a list of GPU UUIDs as in a launch request, MAX_GPUS at most."""
+    if not isinstance(value, list) or len(as_list(value)) > MAX_GPUS:
         return False
     return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
 
@@ -121,7 +121,7 @@ EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
     "finished_at": is_amount,
     "gpus": is_small,
     "checkpoints": is_small,
-    "step": lambda value: is_count(value, MOST_STEPS - 1),
+    "step": lambda value: is_count(value, MAX_STEPS - 1),
     "leftovers": is_small,
 }
 

@@ -24,7 +24,7 @@ KINDS = {
 }
 NO_FILES = frozenset({*KINDS.values(), "special"})
 """Reasons for refusal that lose no content. Any other reason means that a file is missing from the answer."""
-MOST_ENTRIES = 200_000
+MAX_ENTRIES = 200_000
 """Most files and folders that are visited below a working folder, unless its job may have more."""
 DEEPEST = 60
 
@@ -111,7 +111,7 @@ class Walk:
     out."""
 
     def __init__(self, work: str, max_entries: int | None = None) -> None:
-        self.work, self.max_entries = work, MOST_ENTRIES if max_entries is None else max_entries
+        self.work, self.max_entries = work, MAX_ENTRIES if max_entries is None else max_entries
         self.files: dict[str, os.stat_result] = {}
         self.refused: dict[str, str] = {}
         self.entry_count = 0

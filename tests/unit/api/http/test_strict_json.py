@@ -10,10 +10,10 @@ import pytest
 from groupwise.api.http import strict_json
 from groupwise.api.http.strict_json import (
     DEEPEST,
-    MOST_ENTRIES,
-    MOST_KEYS_IN_ALL,
-    MOST_LISTS,
-    MOST_TEXTS,
+    MAX_ENTRIES,
+    MAX_KEYS_IN_ALL,
+    MAX_LISTS,
+    MAX_TEXTS,
     SLICE,
     NotStrict,
     parse,
@@ -39,7 +39,7 @@ def test_brackets_in_texts_are_no_nesting_however_many() -> None:
 
 def test_what_would_fill_the_memory_is_refused_before_it_is_made() -> None:
     assert len(parse(b"[" + b"0," * 1_500_000 + b"0]")) == 1_500_001
-    for wrong in (b"[" + b"[]," * MOST_LISTS + b"[]]", b"[" + b'"ab",' * MOST_TEXTS + b'"ab"]'):
+    for wrong in (b"[" + b"[]," * MAX_LISTS + b"[]]", b"[" + b'"ab",' * MAX_TEXTS + b'"ab"]'):
         with pytest.raises(NotStrict, match="there are more than"):
             parse(wrong)
 
@@ -79,9 +79,9 @@ def test_a_large_body_lets_other_threads_run(entry: bytes, megabytes: int) -> No
 
 
 def test_entries_are_counted_and_commas_of_texts_are_none() -> None:
-    assert len(parse(b'["' + b"," * (MOST_ENTRIES + 5) + b'", 1]')) == 2
+    assert len(parse(b'["' + b"," * (MAX_ENTRIES + 5) + b'", 1]')) == 2
     with pytest.raises(NotStrict, match="entries"):
-        parse(b"[" + b"0," * MOST_ENTRIES + b"0]")
+        parse(b"[" + b"0," * MAX_ENTRIES + b"0]")
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_a_list_that_is_read_in_slices_is_the_same(
 
 
 def test_a_long_list_lets_other_threads_run_all_the_time() -> None:
-    body = b'{"a": [[' + b"12345," * (MOST_ENTRIES - 9) + b"1]]}"
+    body = b'{"a": [[' + b"12345," * (MAX_ENTRIES - 9) + b"1]]}"
     assert longest_hold(body) < 0.4
 
 
 def test_keys_are_counted_before_they_are_parsed() -> None:
-    colons = b'["' + b'\\":' * (MOST_KEYS_IN_ALL + 5) + b'", {"a" : 1}]'
+    colons = b'["' + b'\\":' * (MAX_KEYS_IN_ALL + 5) + b'", {"a" : 1}]'
     assert parse(colons)[1] == {"a": 1}
-    keys = b",".join(b'"k%d" :1' % number for number in range(MOST_KEYS_IN_ALL + 1))
+    keys = b",".join(b'"k%d" :1' % number for number in range(MAX_KEYS_IN_ALL + 1))
     with pytest.raises(NotStrict, match="keys together"):
         parse(b"{" + keys + b"}")
     assert longest_hold(b"{" + keys * 3 + b"}") < 0.2

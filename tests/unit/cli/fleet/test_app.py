@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import MOST_LINES
+from groupwise.api.schemas.fleet import MAX_LINES
 from groupwise.cli.fleet import follow
 from groupwise.cli.fleet.machines import LOCATION
 from groupwise.jobs.fleet.local import LocalFleet
@@ -371,8 +371,8 @@ def test_mistakes_are_told(still: Command) -> None:
         (("remove", "--older-than", "long"), "a time is expected"),
         (("remove", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
         (
-            ("logs", "job-none", "--tail", str(MOST_LINES + 1)),
-            f"less than or equal to {MOST_LINES}",
+            ("logs", "job-none", "--tail", str(MAX_LINES + 1)),
+            f"less than or equal to {MAX_LINES}",
         ),
         (add, "NAME as `ssh NAME` has it"),
         ((*add, "--host", "h h"), "is no name of a host"),

@@ -253,7 +253,7 @@ def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str
 def test_what_was_done_before_it_breaks_off_is_told(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("groupwise.api.schemas.fleet.MOST_CHANGED", 1)
+    monkeypatch.setattr("groupwise.api.schemas.fleet.MAX_CHANGED", 1)
     monkeypatch.setattr(FleetClient, "change_all", _until(jobs["waits"], FleetClient.change_all))
     words = ("hold", jobs["held"], "job-none", jobs["waits"])
     code, _, err = ways.both(*words)

@@ -13,7 +13,7 @@ from tests.processes import wait_until
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
 HOURS = 3600.0
-MOST_USER_DATA = 16384
+MAX_USER_DATA = 16384
 """Most bytes that EC2 accepts."""
 
 
@@ -98,7 +98,7 @@ def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> N
     written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
     compile(written, "spot_notice.py", "exec")
     assert "instance-action" in written
-    assert len(script(spot=True).encode()) < MOST_USER_DATA
+    assert len(script(spot=True).encode()) < MAX_USER_DATA
 
 
 OTHER_KEY = KEY.replace("TKP", "TKQ")

@@ -14,11 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.api.http.strict_json import MOST_KEYS
+from groupwise.api.http.strict_json import MAX_KEYS
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
-    MOST_LINES,
+    MAX_LINES,
     OFFSET_HEADER,
     LogPart,
 )
@@ -127,7 +127,7 @@ def test_a_job_is_no_data_and_only_files_may_be_large(url: str) -> None:
         assert (larger.status_code, larger.json()["code"]) == (413, "too_large")
         sha256 = hashlib.sha256(b"x").hexdigest()
         http.put(f"/blobs/{sha256}?size=1", content=b"x")
-        files = {f"{n}": [sha256, 0o644, 1] for n in range(MOST_KEYS + 1)}
+        files = {f"{n}": [sha256, 0o644, 1] for n in range(MAX_KEYS + 1)}
         planned = http.post("/jobs/plan", json={"arguments": ["true"], "files": files})
         assert planned.status_code == 200, planned.text[:300]
 
@@ -283,7 +283,7 @@ def test_a_log_is_followed_across_attempts_to_its_end(
     assert fleet.log(job, tail=0) == LogPart(b"", 7, 7, True)
     assert fleet.log(job, tail=99, epoch=3).data == b"first\n"
     with refused("invalid_request"):
-        fleet.log(job, tail=MOST_LINES + 1)
+        fleet.log(job, tail=MAX_LINES + 1)
 
 
 def test_artefacts_are_listed_and_fetched_whole(

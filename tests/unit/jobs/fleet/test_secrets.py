@@ -8,7 +8,7 @@ import pytest
 from groupwise.core.errors import ConfigError
 from groupwise.jobs.fleet.secrets import (
     DEFAULT_PATTERNS,
-    MOST_BYTES,
+    MAX_BYTES,
     AllowedSecrets,
     SecretMissing,
     pattern_problems,
@@ -86,7 +86,7 @@ def test_what_is_no_text_that_can_be_a_variable(folder: Path) -> None:
     os.mkfifo(place / "pipe")  # whoever opened it plainly would wait for ever
     (place / "binary").write_bytes(b"\xff\xfe")
     (place / "nul").write_bytes(b"a\0b")
-    (place / "long").write_bytes(b"x" * (MOST_BYTES + 1))
+    (place / "long").write_bytes(b"x" * (MAX_BYTES + 1))
     for name in ("pipe", "binary", "nul", "long", "absent", "deep"):
         with pytest.raises(SecretMissing, match=f"{place}/{name}.*no text that can be read"):
             allowed.read({"T": f"file:{place}/{name}"})

@@ -86,7 +86,7 @@ OBSERVATION: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("odd", "name"),
     [
-        ({"epoch": answers.MOST_EPOCH + 1}, f"job-1.{answers.MOST_EPOCH + 1}"),
+        ({"epoch": answers.MAX_EPOCH + 1}, f"job-1.{answers.MAX_EPOCH + 1}"),
         ({"epoch": -1}, "job-1.-1"),
         ({"job": "no name\0"}, "no name\0.7"),
     ],

@@ -80,7 +80,7 @@ def test_plain_files_are_found_below_folders_and_all_else_is_refused_at_once(
         (tmp_path / name).write_text(name)
     found = files_below(tmp_path)
     assert found == {name: tmp_path / name for name in ("a/b/one", "a/two", "three")}
-    monkeypatch.setattr(files, "MOST_FILES", 2)
+    monkeypatch.setattr(files, "MAX_FILES", 2)
     with pytest.raises(UsageError, match="at most 2"):
         files_below(tmp_path)
     (tmp_path / "link").symlink_to("/etc/passwd")

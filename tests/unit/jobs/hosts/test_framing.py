@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.jobs.hosts.framing import (
-    MOST_NOISE,
+    MAX_NOISE,
     PROTOCOL,
     SPOKEN,
     AnswerReader,
@@ -81,7 +81,7 @@ NO_ANSWERS = {
     "changed on the way": changed(),
     "announces an answer to log of 4001 .* 0": b"GROUPWISE-ANSWER 1 4001 " + b"0" * 64 + b" 0\n",
     "announces an answer to log of 2 .* 201": b"GROUPWISE-ANSWER 1 2 " + b"0" * 64 + b" 201\n",
-    "before any answer": b"".join(struct.pack(">I", n) for n in range(MOST_NOISE // 4 + 1000)),
+    "before any answer": b"".join(struct.pack(">I", n) for n in range(MAX_NOISE // 4 + 1000)),
 }
 
 

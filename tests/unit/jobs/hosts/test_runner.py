@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts import spec
-from groupwise.jobs.hosts.runner.artefacts import MOST_ARTEFACTS
+from groupwise.jobs.hosts.runner.artefacts import MAX_ARTEFACTS
 from groupwise.jobs.hosts.runner.launch_request import (
     ENVIRONMENT_NAME,
     RESERVED_NAMES,
@@ -49,7 +49,7 @@ def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
     assert ENVIRONMENT_NAME.pattern == spec.ENVIRONMENT_NAME.pattern
     assert SHA256.pattern == spec.SHA256.pattern
     assert ATTEMPT_VARIABLE == spec.ATTEMPT_VARIABLE
-    assert MOST_ARTEFACTS == spec.MOST_ARTEFACTS
+    assert MAX_ARTEFACTS == spec.MAX_ARTEFACTS
 
 
 def test_a_damaged_runner_is_replaced_and_another_than_the_named_one_refused(new: Machine) -> None:

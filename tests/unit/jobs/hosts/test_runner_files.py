@@ -332,7 +332,7 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
     """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""
     script = "for n in 1 2 3 4 5; do ln -s x outputs/a-$n; head -c 1100000 /dev/zero > outputs/b-$n; done"
     done(here, "mkdir outputs; " + script, limits={"artefact_mb": 1})
-    monkeypatch.setattr("groupwise.jobs.hosts.runner.artefacts.MOST_REFUSED", 2)
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.artefacts.MAX_REFUSED", 2)
     told = in_process(here)
     large, links = [("outputs/b-1", "too_large"), ("outputs/b-2", "too_large")], ["link", "link"]
     assert list(told.refused[:2]) == large

@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.jobs.hosts.spec import (
     LONGEST_ARGUMENT,
-    MOST_ARGUMENTS,
+    MAX_ARGUMENTS,
     FileEntry,
     JobSpec,
     Limits,
@@ -64,7 +64,7 @@ def test_paths_that_leave_the_folder(path: str) -> None:
         (JobSpec(()), "no command"),
         (JobSpec(("",)), "no command"),
         (JobSpec(("echo", "a\0b")), "argument 1"),
-        (JobSpec(("echo",) * (MOST_ARGUMENTS + 1)), "at most"),
+        (JobSpec(("echo",) * (MAX_ARGUMENTS + 1)), "at most"),
         (JobSpec(("echo", "x" * (LONGEST_ARGUMENT + 1))), "a file"),
         (JobSpec(("true",), environment={"A": "a\0b"}), "NUL"),
         (JobSpec(("true",), environment={"A": "x" * LONGEST_ARGUMENT}), "its value into a file"),

@@ -263,6 +263,6 @@ def test_too_much_is_refused_with_what_is_largest(
     with pytest.raises(UsageError, match=r"weights\.bin: 5 kB"):
         bundle(project)
     monkeypatch.setattr(room, "MAX_BUNDLE_BYTES", 1 << 30)
-    monkeypatch.setattr(room, "MOST_FILES", 2)
+    monkeypatch.setattr(room, "MAX_FILES", 2)
     with pytest.raises(UsageError, match="5 files"):
         bundle(project)

@@ -18,7 +18,7 @@ from groupwise.api.schemas.problems import KINDS
 from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.openai import service, storing
-from groupwise.server.openai.service import MOST_SAMPLING
+from groupwise.server.openai.service import MAX_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
@@ -422,7 +422,7 @@ async def test_a_body_may_be_compressed(tmp_path) -> None:
 async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         gate = served.engine.hold("sample")
-        waiting = [asyncio.create_task(client.text(n=128)) for _ in range(MOST_SAMPLING // 128)]
+        waiting = [asyncio.create_task(client.text(n=128)) for _ in range(MAX_SAMPLING // 128)]
         await wait_until_async(lambda: served.engine.calls["sample"] == len(waiting))
         error = await client.expect_refusal(429, "/v1/completions", TEXT)
         assert (error["code"], error["type"]) == ("rate_limited", "rate_limit_error")

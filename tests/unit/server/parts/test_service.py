@@ -20,7 +20,7 @@ from groupwise.api.schemas.parts import CallRequest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import RunError
 from groupwise.server.parts import calls
-from groupwise.server.parts.calls import KEPT_AFTER_DELIVERY, MOST_BODIES
+from groupwise.server.parts.calls import KEPT_AFTER_DELIVERY, MAX_BODIES
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
 from tests.processes import wait_until_async
@@ -240,7 +240,7 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
 
 
 async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_CALLS", 64)
+    monkeypatch.setattr(calls, "MAX_CALLS", 64)
     async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
         outcome = (await ask.call(9, DISCARD, after=8)).json()
         assert outcome["state"] == "failed", "it waits for the one before it only so long"
@@ -252,7 +252,7 @@ async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ]
         statuses = [each.status_code for each in sent]
         assert {*statuses} == {202, 429}
-        assert statuses.count(202) >= MOST_BODIES
+        assert statuses.count(202) >= MAX_BODIES
     async with asking(tmp_path / "other") as ask:
         _ = ask.parts.held["discard"]
         request = CallRequest.model_validate({"do": DISCARD})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.tasks.rewards.formulas import MOST_CHARACTERS, is_small_formula
+from groupwise.tasks.rewards.formulas import MAX_CHARACTERS, is_small_formula
 
 FUNCTIONS = ("exp", "sin")
 
@@ -24,7 +24,7 @@ def test_formulas_that_come_to_numbers_of_some_bits_are_small(text: str) -> None
     "2**4097", "2**-4097", "(1/2)**4097", "1/2**4097", "2**(-4097)", "2**4000*2**97",
     "2**4096 + 1",  # a sum may have a bit more
     "9**9**9", "x**4097", "2**(4097 + x - x)", "(x + 1)**9999", "exp(9999)", "exp(exp(exp(x)))",
-    "1e999", "1e-9999", "x*1E-9_9_99_9", "1" * (MOST_CHARACTERS + 1), "-" * 5000 + "1", "(" * 500 + "1" + ")" * 500,
+    "1e999", "1e-9999", "x*1E-9_9_99_9", "1" * (MAX_CHARACTERS + 1), "-" * 5000 + "1", "(" * 500 + "1" + ")" * 500,
 ])  # fmt: skip
 def test_formulas_that_may_come_to_more_are_not(text: str) -> None:
     assert not is_small_formula(text, FUNCTIONS)

@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.core.errors import RewardWorkerError, TaskError
 from groupwise.core.reward_call.request import ScoreRequest
-from groupwise.tasks.rewards.inprocess import MOST_HANGING, InProcessScorer
+from groupwise.tasks.rewards.inprocess import MAX_HANGING, InProcessScorer
 from groupwise.tasks.rewards.rubric import Rubric
 
 
@@ -74,18 +74,16 @@ async def test_hanging_call_costs_its_group_and_no_other():
 
 
 async def test_too_many_calls_that_hang_raise_for_all_that_follow():
-    hanging = Hanging(*range(MOST_HANGING + 3))
+    hanging = Hanging(*range(MAX_HANGING + 3))
     scorer = InProcessScorer(Rubric([hanging]), no_metrics, time_limit=0.05)
-    calls = [scorer.score(request(draw)) for draw in range(MOST_HANGING + 3)]
+    calls = [scorer.score(request(draw)) for draw in range(MAX_HANGING + 3)]
     found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-    assert [each.members[0].outcome for each in found[:MOST_HANGING]] == [
-        "timed_out"
-    ] * MOST_HANGING
-    assert [type(error) for error in found[MOST_HANGING:]] == [RewardWorkerError] * 3
+    assert [each.members[0].outcome for each in found[:MAX_HANGING]] == ["timed_out"] * MAX_HANGING
+    assert [type(error) for error in found[MAX_HANGING:]] == [RewardWorkerError] * 3
     assert "than 0.05 s, and 3 calls" in str(found[-1])
     with pytest.raises(RewardWorkerError):
         await scorer.score(request())
-    assert len(hanging.began) == MOST_HANGING + 1
+    assert len(hanging.began) == MAX_HANGING + 1
     await scorer.close()
     hanging.released.set()
 

@@ -20,9 +20,9 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
-    MOST_INTEGER,
-    MOST_LINES,
-    MOST_SERIAL,
+    MAX_INTEGER,
+    MAX_LINES,
+    MAX_SERIAL,
     OFFSET_HEADER,
     FleetBody,
 )
@@ -51,12 +51,10 @@ BUSY_SECONDS = 1.0
 """Seconds after which to try again if another client is sending the same file."""
 
 Size = Annotated[int, Query(ge=0, le=LARGEST_BLOB, description="Bytes of the whole file.")]
-Rank = Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Of the member of a gang.")]
+Rank = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Of the member of a gang.")]
 Epoch = Annotated[
     int | None,
-    Query(
-        ge=0, le=MOST_SERIAL, description="Of the attempt; without it: the newest that left any."
-    ),
+    Query(ge=0, le=MAX_SERIAL, description="Of the attempt; without it: the newest that left any."),
 ]
 
 
@@ -175,17 +173,17 @@ async def read_log(
         int | None,
         Query(
             ge=0,
-            le=MOST_SERIAL,
+            le=MAX_SERIAL,
             description="Of the attempt; without it: the newest, from its beginning.",
         ),
     ] = None,
-    offset: Annotated[int, Query(ge=0, le=MOST_SERIAL)] = 0,
+    offset: Annotated[int, Query(ge=0, le=MAX_SERIAL)] = 0,
     rank: Rank = 0,
     tail: Annotated[
         int | None,
         Query(
             ge=0,
-            le=MOST_LINES,
+            le=MAX_LINES,
             description="Begin so many lines before its present end, in place of `offset`.",
         ),
     ] = None,

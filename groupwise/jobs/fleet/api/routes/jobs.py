@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from groupwise.api.schemas.fleet import (
-    MOST_JOBS,
+    MAX_JOBS,
     CancelJobsBody,
     FleetBody,
     JobsBody,
@@ -33,7 +33,7 @@ from groupwise.jobs.fleet.api.serving import (
     reads,
 )
 from groupwise.jobs.fleet.operations import jobs, prune, submission
-from groupwise.jobs.fleet.queue.request import MOST_FILES, JobRequest
+from groupwise.jobs.fleet.queue.request import MAX_FILES, JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 
 TAG = "jobs"
@@ -50,7 +50,7 @@ Project = Annotated[
 class ArrayBody(FleetBody):
     """Jobs that are accepted together or not at all."""
 
-    jobs: list[JobRequest] = Field(min_length=1, max_length=MOST_JOBS)
+    jobs: list[JobRequest] = Field(min_length=1, max_length=MAX_JOBS)
 
 
 async def submit_job(
@@ -105,7 +105,7 @@ async def list_jobs(
     context: Context,
     ids: Annotated[
         list[str] | None,
-        Query(max_length=jobs.MOST_LISTED, description="Only these; several times for several."),
+        Query(max_length=jobs.MAX_LISTED, description="Only these; several times for several."),
     ] = None,
     status: Annotated[list[JobStatus] | None, Query(description="One or several.")] = None,
     project: Annotated[str | None, Query(max_length=80)] = None,
@@ -119,7 +119,7 @@ async def list_jobs(
         str | None,
         Query(max_length=80, description="Those made before this job: the last of a list."),
     ] = None,
-    limit: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+    limit: Annotated[int, Query(ge=1, le=jobs.MAX_LISTED)] = 50,
 ) -> Response:
     """Jobs, the newest first."""
     job_filter = jobs.filter_of(
@@ -228,7 +228,7 @@ ROUTES = (
         submit_job,
         "idempotency_key_reused",
         takes_body=True,
-        max_keys=MOST_FILES,
+        max_keys=MAX_FILES,
         status=201,
         named=True,
     ),
@@ -238,12 +238,12 @@ ROUTES = (
         "idempotency_key_reused",
         answer=DOCUMENTS,
         takes_body=True,
-        max_keys=MOST_FILES,
+        max_keys=MAX_FILES,
         status=201,
         named=True,
     ),
     change(
-        "/jobs/plan", plan_job, role=Role.READ, works=False, takes_body=True, max_keys=MOST_FILES
+        "/jobs/plan", plan_job, role=Role.READ, works=False, takes_body=True, max_keys=MAX_FILES
     ),
     read("/jobs", list_jobs, "unknown_job", answer=DOCUMENTS),
     read("/jobs/{job_id}", show_job, "unknown_job"),

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
 from groupwise.api.http.prometheus import MEDIA_TYPE, family, one
-from groupwise.api.schemas.fleet import MOST_SERIAL
+from groupwise.api.schemas.fleet import MAX_SERIAL
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.api.serving import DOCUMENTS, Context, Serving, document, reads
 from groupwise.jobs.fleet.operations import status
@@ -30,7 +30,7 @@ from groupwise.jobs.fleet.store.database import DatabaseFailure
 from groupwise.jobs.fleet.store.schema import is_current
 
 TAG = "state"
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 EVERYTHING = Actor("metrics")
 
 
@@ -67,8 +67,8 @@ async def overview(context: Context) -> Response:
 
 async def list_events(
     context: Context,
-    after: Annotated[int, Query(ge=0, le=MOST_SERIAL, description="Those after this one.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100,
+    after: Annotated[int, Query(ge=0, le=MAX_SERIAL, description="Those after this one.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
 ) -> Response:
     """What happened, the oldest first: every change of a job, an attempt, a machine, a key, with who made it. Ask again after the last
     one's `event_id`: none is skipped."""

@@ -302,7 +302,7 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
     fleet.look(*gpus, attempts=[running("job", own), running("other", seen, "lost")])
     assert fleet.reserve("GPU-1", job_id="next") == seen + 1
     fleet.look(*gpus, attempts=[running("other", seen, "lost")])
-    fleet.look(*gpus, attempts=[running("other", seen + epochs.MOST_AHEAD + 2)])
+    fleet.look(*gpus, attempts=[running("other", seen + epochs.MAX_AHEAD + 2)])
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
 
 

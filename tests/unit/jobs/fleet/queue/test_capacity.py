@@ -202,7 +202,7 @@ def test_few_machines_are_read_under_the_lock_where_many_have_room(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those with more room are among them. A job that fits on another one is woken by the next claim."""
-    monkeypatch.setattr(capacity, "MOST_NAMED", 2)
+    monkeypatch.setattr(capacity, "MAX_NAMED", 2)
     database.run(lambda s: s.add(Project(name="p", max_gpus=9)))
     for name in ("a", "b", "c", "y", "z"):
         add_machine(database, name, 1, cpu_slots=1)

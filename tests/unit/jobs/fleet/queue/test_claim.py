@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.api.schemas.fleet import MOST_SLOTS
+from groupwise.api.schemas.fleet import MAX_SLOTS
 from groupwise.jobs.fleet.attempts import ending
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.operations import jobs, projects
@@ -237,12 +237,12 @@ def test_a_command_of_exec_waits_for_nothing_but_the_machine(database: Database)
 def test_a_command_of_exec_takes_no_slot_of_an_untracked_one(database: Database) -> None:
     add_machine(database, "vm-1")
     stray = {"what": "attempt", "job_id": "other", "epoch": 1, "detail": "", "since": 0, "gpus": []}
-    facts = json.dumps({"untracked": [{**stray, "slot": MOST_SLOTS}]})
+    facts = json.dumps({"untracked": [{**stray, "slot": MAX_SLOTS}]})
     execute(database, f"UPDATE vms SET facts = '{facts}'")
     command = submit(database, gpus=0, vm="vm-1", oversubscribe=True)
     assert claimed_ids(database) == [command]
     slots = select(Reservation.slot)
-    assert database.read(lambda s: s.scalars(slots).all()) == [MOST_SLOTS + 1]
+    assert database.read(lambda s: s.scalars(slots).all()) == [MAX_SLOTS + 1]
 
 
 def test_gpus_that_are_not_given(database: Database) -> None:

@@ -24,7 +24,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from groupwise.api.schemas.fleet import MOST_INTEGER
+from groupwise.api.schemas.fleet import MAX_INTEGER
 from groupwise.jobs.fleet.operations.machines import VM_ID
 from groupwise.jobs.fleet.store import triggers
 from groupwise.jobs.fleet.store.database import Database
@@ -367,7 +367,7 @@ def test_a_number_that_cannot_be_heeded_is_no_value_of_a_column(
     key, words = "vm_id" if table == "vms" else "name", f"{column} of {table}: a "
     insert = f"INSERT INTO {table} ({key}, {column}) VALUES (:key, :given)"
     wrong: list[object] = [0 if least else -1, -1]
-    wrong += [] if most == MOST_INTEGER else [most + 1]  # PostgreSQL itself refuses a larger one
+    wrong += [] if most == MAX_INTEGER else [most + 1]  # PostgreSQL itself refuses a larger one
     if database.dialect == "sqlite":
         wrong += ["", "x", b"5"]
         wrong += [] if column in ("weight", "deadman") else [1.5]
