@@ -71,7 +71,7 @@ docs: ## write the documentation as a site to build/site, which opens offline; e
 screenshots: ## take the pictures of the dashboard in the docs, of two runs that are trained first (ARGS="--fleet F --job J")
 	$(READY) --profile train && $(BIN)/python scripts/real_servers.py chromium && $(BIN)/python scripts/screenshots.py $(ARGS)
 fix: ## mend what a machine can mend
-	$(READY) && $(BIN)/python scripts/generate_sync_client.py && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(READY) && $(BIN)/python scripts/generate_sync_client.py && $(BIN)/python scripts/generate_configuration.py && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers; SUITE=growth: how the cost of a unit grows
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web growth,$(SUITE)),$(SUITE),against_trl) $(ARGS)
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)

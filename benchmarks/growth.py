@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fleet_dispatch
+from benchmarks.commands import processor_seconds
 from benchmarks.step import RESULTS, config_of, machine, one_step, request, slug
-from benchmarks.web import GROUPS, MEMBERS, in_several_scripts
+from benchmarks.web import GROUPS, GROWING, MEMBERS, PAGES, filled, in_several_scripts
 from benchmarks.work import Work
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.engine.models.bundled import fetch_model
@@ -37,12 +38,26 @@ from groupwise.training import build, placement
 from groupwise.training.config import load_config
 from groupwise.training.loops.resume import find_resume_point
 from groupwise.training.loops.rl_prepare import prepare_rl
+from tests.unit.dashboard.dashboard_client import asking
 from tests.web_runs import add_step, write_run
 
 MAX_GROWTH = 1.5
 CHECKPOINT_STEPS = 100
 MEASURED_STEPS = 50
 """Steps whose commits are timed, at the end of a record."""
+COMMANDS = (
+    "show {run}",
+    "plot {run}",
+    "rollouts {run}",
+    "rollouts {run} --best",
+    "rollouts {run} --failed",
+    "rollouts {run} --text answer",
+    "rollouts {run} --task proofs",
+    "compare {run} {run}",
+)
+"""Commands `groupwise runs …` that look at a run."""
+SHOWN_AGAIN = 3
+"""Times that a page is measured, after it was shown once."""
 DESCRIBED = ("name", "unit", "small", "large", "because")
 LEAST = 0.5
 """Seconds for which short work is repeated."""
@@ -161,6 +176,37 @@ def resuming(rollouts: int, folder: Path) -> float:
     return repeated(resume)
 
 
+def showing(rollouts: int, folder: Path, growing: bool) -> float:
+    """A page about a run with so many rollouts in its record."""
+    run = recorded(rollouts, folder)
+    paths = [
+        f"/runs/{run.name}{filled(path, rollouts)}"
+        for name, path in PAGES
+        if (name in GROWING) == growing
+    ]
+
+    async def show() -> float:
+        spent = 0.0
+        async with asking(folder) as client:
+            for path in paths:
+                await client.get(path)
+                begun = time.process_time()
+                for _ in range(SHOWN_AGAIN):
+                    (await client.get(path)).raise_for_status()
+                spent += time.process_time() - begun
+        return spent
+
+    return asyncio.run(show()) / (SHOWN_AGAIN * len(paths))
+
+
+def looking(rollouts: int, folder: Path) -> float:
+    """A command that looks at a run with so many rollouts in its record."""
+    run = recorded(rollouts, folder)
+    lines = [line.format(run=run.name).split() for line in COMMANDS]
+    words = [[sys.executable, "-m", "groupwise", "runs", *line, "--dir", "."] for line in lines]
+    return sum(processor_seconds(each, folder, dict(os.environ)) for each in words) / len(words)
+
+
 def listing(runs: int) -> float:
     """A run in the dashboard's list, once all have been read."""
     with tempfile.TemporaryDirectory() as folder:
@@ -201,6 +247,10 @@ def cases(rollouts: int, folder: Path) -> list[Case]:
         Case("rollouts in the record", "rollout", few, rollouts, partial(committing, folder=folder)),
         Case("resume, by rollouts in the record", "resume", few, rollouts, partial(resuming, folder=folder),
              "the record is read whole up to 512 MiB, which takes 0.7 s"),
+        Case("pages of a run", "page", few, rollouts, partial(showing, folder=folder, growing=False)),
+        Case("pages far behind, searches in vain", "page", few, rollouts, partial(showing, folder=folder, growing=True),
+             "what stands before a page, and what a search goes through in vain, is read from an index"),
+        Case("commands on a run", "command", few, rollouts, partial(looking, folder=folder)),
         Case("runs in the dashboard", "run", 100, 1000, listing),
         Case("jobs of a fleet", "job", 50, 500, dispatching),
     ]  # fmt: skip

@@ -63,6 +63,35 @@ NEW = (
     "signs that never meet",
     "a task, a common word",
 )
+GROWING = (
+    "overview",
+    "page 4000",
+    "page 4000, best",
+    "page 4000, a part, best",
+    "a task, page 1000",
+    "a task, page 4000, best",
+    "a part's values, page 2000",
+    "a common word, page 4000",
+    "a common word, best",
+    "Chinese that none has",
+    "a rare sign",
+    "failed ones by a part, best",
+    "cut off and failed, none",
+    "a task, cut off and failed",
+    "words of failed ones, best",
+    "a phrase of failed ones, scored",
+    "words of other examples",
+    "signs that never meet",
+    "a task, another's words",
+    "a rare task",
+    "a rare task, best",
+    "a rare task, as drawn",
+    "a rare task by a part, best",
+    "a rare task by a part, drawn",
+    "a rare task, a common word",
+    "an example",
+)
+"""Pages that take longer with more rollouts: they have more to show, skip what stands before them, or read much to find little."""
 FIRST_PAGE, PAGE, OLD_PAGE = 0.2, 0.3, 0.4
 """Seconds: the targets; a record of an earlier format has its indexes once it is written to again."""
 
@@ -311,12 +340,17 @@ def _pages(
     prefix: str = "",
     most: float = PAGE,
 ) -> list[Figure]:
+    return [measured(prefix + name, run + filled(path, rollouts), most) for name, path in pages]
+
+
+def filled(path: str, rollouts: int) -> str:
+    """The address with a step, a group and a rollout from the middle of a run with so many rollouts."""
     middle = {
         "rollout": rollouts // 2,
         "draw": rollouts // MEMBERS // 2,
         "step": rollouts // MEMBERS // GROUPS // 2,
     }
-    return [measured(prefix + name, run + path.format(**middle), most) for name, path in pages]
+    return path.format(**middle)
 
 
 def of_answers(folder: Path) -> list[Figure]:

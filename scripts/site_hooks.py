@@ -21,10 +21,9 @@ import groupwise
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
-TABLE = re.compile(r"^\| name \| is \|\n(?:\|.*\n?)+", re.MULTILINE)
+TABLE = re.compile(r"^\| name \| meaning \|\n(?:\|.*\n?)+", re.MULTILINE)
 NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 LOADED = re.compile(r"(?:src=|<link [^>]*href=)[\"']https?://[^\"']*")
-KEY = re.compile(r"\| `(\w+)[.`]")
 STYLE = """
 .md-typeset .language-console code { white-space: pre-wrap; }
 .md-typeset td code { word-break: normal; }
@@ -61,7 +60,7 @@ if (location.protocol === "file:") {
 }
 """
 """The theme would load such a script from unpkg.com."""
-LESS_FOUND = ("decisions/", "correctness.md", "lab-notes.md", *AT_THE_TOP)
+LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", *AT_THE_TOP)
 """Pages that a search shows after the others."""
 
 
@@ -113,8 +112,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_TOP:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
-    if page.file.src_uri.startswith("configuration"):
-        return in_sections(markdown)
     return described(markdown) if page.file.src_uri == "python.md" else markdown
 
 
@@ -132,24 +129,6 @@ def on_post_page(output: str, page: Page, **_: Any) -> str:
     if elsewhere := LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads {elsewhere[0]}")
     return output
-
-
-def in_sections(markdown: str) -> str:
-    """The table of all keys as one table for each section of a config, below a heading, which gives the page a table of contents."""
-    lines: list[str] = []
-    head: list[str] = []
-    section = ""
-    for line in markdown.splitlines():
-        if line.startswith("| key |") or (head and not section and line.startswith("|---")):
-            head.append(line)
-        elif (key := KEY.match(line)) is None:
-            lines.append(line)
-        else:
-            if key[1] != section:
-                section = key[1]
-                lines += ["", f"## {section}", "", *head]
-            lines.append(line)
-    return "\n".join(lines)
 
 
 def described(markdown: str) -> str:

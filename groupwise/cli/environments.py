@@ -72,6 +72,11 @@ def list_environments(as_json: AsJson = False) -> None:
     if as_json:
         write_json([_as_dict(made) for made in found])
         return
+    if not found:
+        typer.echo(
+            "No environment is installed. `groupwise environments install PACKAGE` installs one."
+        )
+        return
     rows = [
         [
             made.name,

@@ -145,7 +145,10 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
     if not package or importlib.util.find_spec(package) is not None:
         return None
     extra = extra_of(package)
-    return None if extra is None else not_installed("This", extra, package)
+    if extra is None:
+        return None
+    lacks_torch = extra == "train" and importlib.util.find_spec("torch") is None
+    return not_installed("This", extra, *dict.fromkeys(["torch"] * lacks_torch + [package]))
 
 
 class Stopped(Exception):

@@ -67,8 +67,8 @@ def web(
         keys += [f"one of {key_file}"] if key_file else []
         key_hint = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
         shown = [f"the fleet {fleet} at {address}/fleet"] if fleet else []
-        shown.append(f"the runs of {dir} at {address}/runs")
-        say(f"shown are {', and '.join(shown)}{key_hint} (Ctrl-C ends it)")
+        shown.append(f"the runs in {dir} at {address}/runs")
+        say(f"showing {', and '.join(shown)}{key_hint} (Ctrl-C stops it)")
 
     with _watched_fleet(fleet) as watched_fleet, _watched_server(server) as watched_server:
         raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))

@@ -169,7 +169,7 @@ def check_can_write(file: Path) -> None:
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {_nearest_existing(file.parent)}: {error.strerror or error}. Nothing has been done yet. "
-            "Mend that, or name another place."
+            "Fix that, or name another place."
         ) from error
 
 
@@ -280,7 +280,7 @@ def explaining_disk_errors(path: Path) -> Generator[None, None, None]:
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. "
-            "Free space on that disk (or mend its permissions), then go on with --resume: what was complete still stands."
+            "Free space on that disk (or fix its permissions), then go on with --resume: what was complete still stands."
         ) from error
 
 

@@ -146,7 +146,7 @@ class Rubric(UserModel):
                 f"{name} {value:g}" for name, value in self.scores(self.reference_response).items()
             )
             yield Conflict(
-                f"target_score is {self.target_score:g}, but reference_response scores {reached:g} ({parts}, not yet weighted). Mend the "
+                f"target_score is {self.target_score:g}, but reference_response scores {reached:g} ({parts}, not yet weighted). Fix the "
                 "reference or the keywords, lower target_score, or leave it out.",
                 keys,
             )
@@ -319,7 +319,7 @@ def _write_yaml(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     except StoreError as error:  # its hint would be about a run
         reason = getattr(error.__cause__, "strerror", None) or error.__cause__
         raise UsageError(
-            f"The rubrics cannot be written to {file}: {reason}. Mend that, or name another file."
+            f"The rubrics cannot be written to {file}: {reason}. Fix that, or name another file."
         ) from error
 
 

@@ -128,7 +128,7 @@ def begin(folder: Path, step: int) -> Generator[Path]:
         raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error.strerror or error}. Free space on that disk (or mend its permissions), then "
+            f"cannot write the checkpoint {final}: {error.strerror or error}. Free space on that disk (or fix its permissions), then "
             "go on with --resume: the earlier checkpoints stand."
         ) from error
     finally:

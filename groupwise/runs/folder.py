@@ -339,7 +339,7 @@ def _explaining_folder_errors(runs_dir: Path) -> Generator[None, None, None]:
     except OSError as error:
         reason = "it is a file" if runs_dir.is_file() else error.strerror or str(error)
         raise UsageError(
-            f"run.dir: no run can be made in {runs_dir}: {reason}. Mend that, or name another folder by run.dir=<folder>."
+            f"run.dir: no run can be made in {runs_dir}: {reason}. Fix that, or name another folder by run.dir=<folder>."
         ) from error
 
 

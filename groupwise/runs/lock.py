@@ -49,7 +49,7 @@ class RunLock:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UsageError(
-                f"{folder} cannot be taken, because nothing can be written there: {error.strerror}. Mend its permissions, "
+                f"{folder} cannot be taken, because nothing can be written there: {error.strerror}. Fix its permissions, "
                 "or copy the run to another folder."
             ) from error
         if not _try_flock(descriptor, fcntl.LOCK_EX):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
-from groupwise.runs.database import FORMAT, explaining_sqlite
+from groupwise.runs.database import FORMAT, WRITER_CACHE_KIB, explaining_sqlite
 from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
@@ -270,6 +270,7 @@ def _build_record(building: Path, pieces: Sequence[Path]) -> None:
     # Create the tables.
     Store.create(building).close()
     with explaining_sqlite(building), closing(connect(building, "rw")) as connection:
+        connection.execute(f"PRAGMA main.cache_size = -{WRITER_CACHE_KIB}")
         _add_pieces(connection, pieces)
     with Store.open(building) as store:
         store.rebuild_text_index()

@@ -151,7 +151,7 @@ def remedy(path: Path, error: sqlite3.Error) -> str:
     """Advice about the error: a sentence without its full stop."""
     if is_full(path, error):
         return FREE_SPACE
-    return _REMEDIES.get(_primary_code(error), "Mend what it names")
+    return _REMEDIES.get(_primary_code(error), "Fix what it names")
 
 
 def is_full(path: Path, error: sqlite3.Error) -> bool:

@@ -52,7 +52,7 @@ from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows, section_tables
 from groupwise.engine.backends.conflicts import (
     tinker_rl_conflicts,
     tunix_rl_conflicts,
@@ -805,15 +805,25 @@ def json_schema(model: type[BaseModel] = RunConfig) -> str:
     return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def documentation() -> str:
-    """The content of `docs/configuration.md`."""
-    return _PAGE.format(table=document(RunConfig))
+_OF_DATA = ("data", "rewards", "rollout", "eval", "signals", "callbacks")
+"""The sections that have a page of their own, which keeps both pages short enough to read."""
+
+
+def documentation() -> dict[str, str]:
+    """The pages of the documentation about a config, by their names."""
+    rows = key_rows(RunConfig)
+    of_data = {path: row for path, row in rows.items() if path[0] in _OF_DATA}
+    others = {path: row for path, row in rows.items() if path not in of_data}
+    return {
+        "configuration.md": _PAGE.format(tables=section_tables(others)),
+        "configuration-data.md": _DATA_PAGE.format(tables=section_tables(of_data)),
+    }
 
 
 _PAGE = """\
 # Configuration
 
-A config is a YAML 1.2 file with the sections below. Only `model.name` is required:
+A config is a YAML 1.2 file with the sections below and those [of data and rewards](configuration-data.md). Only `model.name` is required:
 
 ```yaml
 model:
@@ -829,13 +839,29 @@ training:
 - A config must hold no secrets, because it is stored with the run. Put them into environment variables.
 - The column **on resume** says what `--resume` does with a changed value. *free*: it takes the new one. *warn*: it takes it with a warning,
   because the result then stays equal only up to rounding. *fixed*: it refuses it.
+- An editor can check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json). Name the
+  schema in the first line: `# yaml-language-server: $schema=<path of the file>`.
 
-{table}
-An editor can check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json). Name the
-schema in the first line: `# yaml-language-server: $schema=<path of the file>`.
+{tables}
+`make fix` makes this page from the code, as well as the schemas.
+"""
 
-This page is made from the code, as are the schemas:
-`python -c "from groupwise.training.config import documentation as d; print(d(), end='')" > docs/configuration.md`
-`python -c "from groupwise.training.config import json_schema as s; print(s(), end='')" > docs/schemas/rl.json`
-`python -c "from groupwise.training.sft_config import sft_schema as s; print(s(), end='')" > docs/schemas/sft.json`
+_DATA_PAGE = """\
+# Configuration of data and rewards
+
+The sections of a config about data, rewards, rollouts and evaluations. [Configuration](configuration.md) has the others, and says how a
+config is written and what **on resume** means.
+
+```yaml
+data:
+  dataset_name: sums.jsonl
+  answer_column: solution
+rewards:
+  reward_funcs: [math_answer]
+eval:
+  eval_steps: 20
+```
+
+{tables}
+`make fix` makes this page from the code.
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from pathlib import Path
+from textwrap import fill
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import ValidationError, field_validator, model_validator
@@ -21,7 +22,7 @@ from groupwise.core.settings.overrides import override
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows, section_tables
 from groupwise.engine.backends.conflicts import (
     tinker_conflicts,
     tunix_sft_conflicts,
@@ -359,18 +360,46 @@ def sft_schema() -> str:
     return json_schema(SftConfig)
 
 
-def documentation() -> str:
-    """The content of `docs/configuration-sft.md`."""
-    return _PAGE.format(table=document(SftConfig))
+def documentation() -> dict[str, str]:
+    """The page of the documentation about a config, by its name."""
+    rows, rl_rows = key_rows(SftConfig), key_rows(RunConfig)
+    own = {path: row for path, row in rows.items() if row != rl_rows.get(path)}
+    items = list[str]()
+    for section in dict.fromkeys(path[0] for path in rows if path not in own):
+        shared = [path for path in rows if path[0] == section and path not in own]
+        if len(shared) > 1 and shared == [path for path in rl_rows if path[0] == section]:
+            items.append(f"all of `{section}`")
+        else:
+            items.append(", ".join(f"`{'.'.join(path)}`" for path in shared))
+    lines = (
+        fill(f"- {item}", 140, subsequent_indent="  ", break_on_hyphens=False) for item in items
+    )
+    return {
+        "configuration-sft.md": _PAGE.format(shared="\n".join(lines), tables=section_tables(own))
+    }
 
 
 _PAGE = """\
 # Configuration of a supervised run
 
-What a config of `groupwise sft` may hold. How configs are written, and what **on resume** means, stands in
-[configuration](configuration.md); how the parts work together in [warm up with examples](how-to/sft.md).
+The keys of a config of `groupwise sft`. [Warm up with examples](how-to/sft.md) shows how they work together, and
+[Configuration](configuration.md) says how a config is written and what **on resume** means.
 
-{table}
-This page is made from the code:
-`python -c "from groupwise.training.sft_config import documentation as d; print(d(), end='')" > docs/configuration-sft.md`
+```yaml
+model:
+  name: smollm2-135m-instruct
+data:
+  dataset_name: examples.jsonl
+training:
+  num_train_epochs: 2
+```
+
+{tables}
+## Keys as in `groupwise rl`
+
+These have the meaning and the default that they have in a [config of groupwise rl](configuration.md) ([data](configuration-data.md)):
+
+{shared}
+
+`make fix` makes this page from the code.
 """

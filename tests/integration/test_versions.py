@@ -72,6 +72,7 @@ def test_a_user_and_our_tests_succeed_with_the(resolution: str, tmp_path: Path) 
     shown += call("groupwise", "check", *config)
     shown += call("groupwise", "rl", *config, "training.max_steps=3")
     assert "Warning" not in shown
+    assert "leaked" not in shown
     assert (tmp_path / "runs/task/final/model.safetensors").is_file()
 
     call(*install, "--extra", "train", "--extra", "dev")

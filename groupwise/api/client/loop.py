@@ -267,7 +267,7 @@ class _Scoring:
         self._consecutive_failures += 1
         if self._consecutive_failures >= MAX_FAILURES:
             raise TaskError(
-                f"The reward function failed for {self._consecutive_failures} groups in a row; mend it. The last time: {reasons[0]}"
+                f"The reward function failed for {self._consecutive_failures} groups in a row; fix it. The last time: {reasons[0]}"
             )
         return answer.values
 

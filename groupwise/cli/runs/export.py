@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -105,8 +106,7 @@ def export(
     if as_json:
         write_json(summary)
     else:
-        print_pairs([*summary.items()][:-1])
-        print_pairs([("files", ", ".join(summary["files"]))])
+        print_pairs([*{**summary, "files": ", ".join(summary["files"])}.items()])
         print_next(_command_after_export(to, output))
 
 
@@ -115,7 +115,7 @@ def _command_after_export(to: str, output: Path) -> tuple[str, str]:
     if to in ("jsonl", "parquet"):
         options = ", lines=True" if to == "jsonl" else ""
         reader, file = ("read_json" if to == "jsonl" else "read_parquet"), output / f"rollouts.{to}"
-        program = f"import pandas; print(pandas.{reader}({str(file)!r}{options})[['completion', 'reward']])"
+        program = f'import pandas; print(pandas.{reader}({json.dumps(str(file))}{options})[["completion", "reward"]])'
         return f"python -c {shlex.quote(program)}", "its rollouts as a table of pandas"
     return f"cat {shlex.quote(str(output / 'README.md'))}", "how other programs load it"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -78,14 +78,24 @@ def as_given(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def document(model: type[BaseModel]) -> str:
-    """A Markdown table of all keys: path, accepted values, default, meaning, and the effect of a change on a resume."""
-    rows = ["| key | value | default | meaning | on resume |", "|---|---|---|---|---|"]
+def key_rows(model: type[BaseModel]) -> dict[KeyPath, str]:
+    """For each key a row of a Markdown table: path, accepted values, default, meaning, and the effect of a change on a resume."""
     by_path: dict[KeyPath, list[Leaf]] = {}
     for leaf in leaves(model):
         by_path.setdefault(leaf.path, []).append(leaf)
-    rows += [_key_row(model, path, path_leaves) for path, path_leaves in by_path.items()]
-    return "\n".join(rows) + "\n"
+    return {path: _key_row(model, path, path_leaves) for path, path_leaves in by_path.items()}
+
+
+def section_tables(rows: Mapping[KeyPath, str]) -> str:
+    """Markdown with a heading and a table for each section."""
+    by_section: dict[str, list[str]] = {}
+    for path, row in rows.items():
+        by_section.setdefault(path[0], []).append(row)
+    head = "| key | value | default | meaning | on resume |\n|---|---|---|---|---|"
+    return "\n".join(
+        f"## `{section}`\n\n{head}\n" + "\n".join(lines) + "\n"
+        for section, lines in by_section.items()
+    )
 
 
 def _key_row(model: type[BaseModel], path: KeyPath, path_leaves: Sequence[Leaf]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from groupwise.core.errors import GroupwiseError, StoreError
@@ -17,7 +19,7 @@ from groupwise.dashboard.sources.runs import RunEntry
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import WARM_UP
-from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
+from groupwise.runs.find import ENDS, RunInfo, final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.records import WarningRecord
@@ -150,12 +152,14 @@ def _problems(
 
 
 def _seconds_left(store: Store, info: RunInfo) -> float | None:
-    """Estimated seconds until the end of a running run, from the duration of its last steps."""
+    """Estimated seconds until the end of a running run, from when its last steps were done; a pause among them does not count."""
     if info.state != "running" or not info.steps or info.max_steps is None:
         return None
-    _, times = store.curve_ends("time/step", ENDS)
-    mean = mean_of(times)
-    return None if mean is None else mean * max(0, info.max_steps - info.steps)
+    done = store.seconds_after(range(max(1, info.steps - ENDS), info.steps + 1))
+    between = [later - earlier for earlier, later in pairwise(sorted(done.values()))]
+    if not between:
+        _, between = store.curve_ends("time/step", 1)
+    return median(between) * max(0, info.max_steps - info.steps) if between else None
 
 
 def _checkpoint_rows(path: Path) -> list[dict[str, Any]]:

@@ -205,7 +205,7 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     mask = tuple(mark if index >= start else 0 for index, mark in enumerate(marks))
     if not any(mask):
         raise TaskError(
-            f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
+            f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Fix the template, or give "
             "one as model.chat_template."
         )
     last = max(index for index, mark in enumerate(mask) if mark)

@@ -203,7 +203,7 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
     if line is not None:  # only jinja's syntax errors carry a line number
         return (
-            f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
+            f"the chat template of the model does not parse: {reason} (line {line} of the template). Fix it, or give "
             "another one as model.chat_template."
         )
     if not messages:

@@ -239,7 +239,7 @@ class Footprint:
     def activations(self, tokens: int, *, recompute: bool) -> int:
         """Bytes of a micro-batch's activations and logits.
 
-        The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
+        The native engine keeps for each token and layer the residual stream in float32, the results of three products, and of attention.
         The backward pass of one layer needs further temporaries, in bfloat16 on a GPU also copies of keys, values and their gradients for
         all texts that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these for a single
         layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
@@ -250,7 +250,8 @@ class Footprint:
         sizes, size = self.sizes, self.size
         if self.native_learner:
             residual = sizes.hidden * FLOAT
-            per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
+            of_products = sizes.hidden + 2 * (sizes.queries + sizes.keys + sizes.inner)
+            per_layer = residual + of_products * size
             layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
             if not self.on_cpu and size < FLOAT:

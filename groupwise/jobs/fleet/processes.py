@@ -157,6 +157,6 @@ def folder_identity(folder: Path) -> str:
         if error.errno in NO_ROOM:
             raise
         raise UsageError(
-            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Every role reads and writes there: mend its "
+            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Every role reads and writes there: fix its "
             "permissions, or begin this as its owner."
         ) from None

@@ -184,7 +184,7 @@ def _make_rows(
             for reason, indices in unusable.items()
         ]
         remedy = (
-            "Mend them, or set data.strict to false to leave them out."
+            "Fix them, or set data.strict to false to leave them out."
             if refuse
             else "Check data.prompt_column and data.columns: they name the columns that are read."
         )

@@ -247,7 +247,7 @@ def _forms_of_length(forms: Sequence[str], length: int | None) -> frozenset[str]
         lengths = " or ".join(str(len(spelling)) for spelling in sorted(spellings))
         raise ValueError(
             f"the row's enumeration asks for {length} letters, but its gold answer {forms[0]!r:.60} "
-            f"has {lengths}; nothing could be right. Mend the row"
+            f"has {lengths}; nothing could be right. Fix the row"
         )
     return matches
 

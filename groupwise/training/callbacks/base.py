@@ -487,7 +487,7 @@ class Callbacks:
         if member.callback.critical:
             raise CallbackError(
                 f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{explanation}\n"
-                "Mend it, or remove it from the callbacks, then go on with --resume."
+                "Fix it, or remove it from the callbacks, then go on with --resume."
             ) from error
         first_time = not member.failures[event]
         member.failures[event] += 1

@@ -34,7 +34,7 @@ BUILTIN = (
 ENTRY_POINTS = "groupwise.callbacks"
 """The entry-point group under which installed packages declare their callbacks."""
 
-_KNOWN = dict.fromkeys(BUILTIN, __name__)
+_KNOWN: dict[str, str] = dict.fromkeys(BUILTIN, __name__)
 
 Named = tuple[str, Callback]
 """A callback with its name in messages and checkpoints."""

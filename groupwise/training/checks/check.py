@@ -347,7 +347,7 @@ async def _try_rewards(
                 "problem",
                 str(error),
                 "a training would stop here",
-                "mend what the message names",
+                "fix what the message names",
             )
         )
         return []
@@ -441,7 +441,7 @@ async def _find_gold_of(
             f"gold answers{suffix}",
             "ok",
             gold.description,
-            f"of the ways to write an answer this one earns most; means: {earned}" if means else "",
+            f"this way to write an answer earns most; mean rewards: {earned}" if means else "",
             data={"column": column, "layout": layout, "rewards": means},
         )
     )
@@ -505,7 +505,7 @@ async def _metrics_on_gold(
         )
     except RewardWorkerError as error:
         meaning = "an evaluation would have no metrics"
-        return Finding("compute_metrics", "problem", str(error), meaning, "mend compute_metrics")
+        return Finding("compute_metrics", "problem", str(error), meaning, "fix compute_metrics")
     numbers = {
         name: float(value)
         for name, value in details.get("metrics", details).items()

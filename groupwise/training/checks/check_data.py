@@ -128,7 +128,7 @@ def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
                 "warning",
                 f"{rows(sum(account.left_out.values()))} cannot be used: {reasons}",
                 "nothing is learnt or measured on them",
-                "mend them, or set data.strict to refuse them",
+                "fix them, or set data.strict to refuse them",
                 {"left_out": dict(account.left_out)},
             )
 
@@ -153,7 +153,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             ]
         except TaskError as error:
             yield Finding(
-                name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
+                name, "problem", str(error), "groupwise sft would refuse to start", "fix the hook"
             )
             continue
         columns = described_columns([Example(index, "", row) for index, row in enumerate(dataset)])

@@ -22,13 +22,13 @@ GOLD_COMPLETION = "gold_completion"
 
 LAYOUTS = {
     "as it stands in the column": "{stored}",
-    "plain": "{answer}",
-    "answer tags": "<answer>{answer}</answer>",
-    "reasoning and answer tags": "<reasoning>\nSo it is.\n</reasoning>\n<answer>\n{answer}\n</answer>\n",
-    "think and answer tags": "<think>\nSo it is.\n</think>\n<answer>\n{answer}\n</answer>",
-    "think tags": "<think>\nSo it is.\n</think>\n{answer}",
-    "closing think tag and answer tags": "So it is.\n</think>\n<answer>{answer}</answer>",
-    "boxed": "\\boxed{{answer}}",
+    "as plain text": "{answer}",
+    "in answer tags": "<answer>{answer}</answer>",
+    "in reasoning and answer tags": "<reasoning>\nSo it is.\n</reasoning>\n<answer>\n{answer}\n</answer>\n",
+    "in think and answer tags": "<think>\nSo it is.\n</think>\n<answer>\n{answer}\n</answer>",
+    "after think tags": "<think>\nSo it is.\n</think>\n{answer}",
+    "in answer tags after a closing think tag": "So it is.\n</think>\n<answer>{answer}</answer>",
+    "in \\boxed{}": "\\boxed{{answer}}",
     "after ####": "#### {answer}",
 }
 """The ways to write an answer in a completion; `{stored}` is the column's text, `{answer}` the answer in it."""

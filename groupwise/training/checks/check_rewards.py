@@ -144,7 +144,7 @@ async def find_layout(
                 margins[layout].append(abs(own_member.reward - other_member.reward))
     means = {layout: fmean(values) for layout, values in own_rewards.items() if values}
     read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
-    best = max(means, key=lambda layout: (read[layout], means[layout]), default="plain")
+    best = max(means, key=lambda layout: (read[layout], means[layout]), default="as plain text")
     return best, means, any(read.values())
 
 
@@ -230,7 +230,7 @@ def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | 
             "spread",
             "warning",
             f"every completion of every row earns {values[0]:.4g}, in whichever of {len(LAYOUTS)} ways the gold answer was written",
-            "either the reward never varies, or right completions look otherwise",
+            "either the reward never varies, or right completions look different",
             "add a column `gold_completion` with completions as they should be, which is used as it stands",
             data,
         )
@@ -291,7 +291,7 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
     layout_hint = (
         ""
         if gold.layout is None
-        else "; if right completions look otherwise, add a column `gold_completion` that holds them"
+        else "; if right completions look different, add a column `gold_completion` that holds them"
     )
     if beaten_pairs:
         right, wrong = max(
@@ -303,7 +303,7 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
             f"in {len(beaten_pairs)} of {len(pairs)} rows a wrong completion earns more than gold; row {right.example}: "
             f"{wrong.kind} {_verdict_reward(wrong):.4g}, gold {_verdict_reward(right):.4g}",
             "training would teach the wrong answer",
-            f"mend the reward{layout_hint}",
+            f"fix the reward{layout_hint}",
             data,
         )
     if tied_pairs:

@@ -381,5 +381,5 @@ def failed_check(error: RunError, name: str) -> Finding:
         "problem",
         str(error),
         "a run would stop in the same way",
-        "mend what the message names",
+        "fix what the message names",
     )

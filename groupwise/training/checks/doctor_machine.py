@@ -36,7 +36,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
             "libraries",
             "problem",
             f"not installed: {', '.join(missing)}",
-            "neither sampling nor training works without",
+            "neither sampling nor training works without them",
             how_to_install("train"),
             {"versions": dict(versions)},
         )

@@ -22,6 +22,7 @@ from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_advice
+from groupwise.core.terminal.quantities import counted
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.checks.foreign_config import ForeignConfig, read_foreign
 from groupwise.training.checks.foreign_names import (
@@ -525,7 +526,7 @@ def _translate_batch(translation: Translation) -> None:
     if prompts != prompt_count:
         translation.remark(
             "per_device_train_batch_size",
-            f"{completions} completions are no whole groups of {generations}: a step has {prompt_count} groups",
+            f"{completions} completions are no whole groups of {generations}: a step has {counted(prompt_count, 'group')}",
         )
     generation_batch = translation.take("generation_batch_size")
     steps = translation.take("steps_per_generation")

@@ -226,7 +226,7 @@ def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -
         has_train_file = (config.folder / TRAIN).exists()
         message = (
             f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
-            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Mend the rewards and give the "
+            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Fix the rewards and give the "
             "same command again: what is there is scored anew, and not asked for again."
         )
         logger.error(message)

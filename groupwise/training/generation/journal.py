@@ -161,6 +161,6 @@ def _as_store_error(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}. Free space on that disk (or mend its permissions) and run the same "
+            f"cannot write {path}: {error.strerror or error}. Free space on that disk (or fix its permissions) and run the same "
             "command again: it goes on with what is there."
         ) from error

@@ -113,7 +113,7 @@ async def end(
     if state == "finished":
         logger.info("finished after %d steps", run.step)
     else:
-        run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
+        run.say(f"interrupted after {run.step} steps; the same command with --resume continues")
     return {**summary, "state": state}
 
 

@@ -46,9 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
-ENDS = (
-    "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
-)
+ENDS = "stopping: saving what has been done; Ctrl-C once more stops at once, without saving"
 MAX_FUTILE_RESUMES = 3
 """Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 

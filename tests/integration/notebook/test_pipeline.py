@@ -174,7 +174,7 @@ def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
     with pytest.raises(NothingScoredError, match="in 2 steps in a row") as failed:
         train_grpo(config, session, reward_functions=[as_chats])
     assert "take `completion`" in str(failed.value)
-    assert "Mend the reward functions" in str(failed.value)
+    assert "Fix the reward functions" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):

@@ -165,7 +165,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # type: ignore[reportUnknownLambdaType]
     assert main(["rl", "-c", "c", "-t", "t"]) == 2
     shown = capsys.readouterr().err
-    assert "needs peft" in shown
+    assert "needs torch and peft, which are not" in shown
     assert "pip install 'groupwise[train]'" in shown
     assert "Traceback" not in shown
 

@@ -20,7 +20,10 @@ from starlette.types import Message
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.api.schemas.problems import Refusal
 from groupwise.dashboard import pages
+from groupwise.dashboard.runs.overview import overview_of
+from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC
+from groupwise.runs.lock import RunLock
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from tests.unit.dashboard.dashboard_client import asking, json_of
@@ -355,3 +358,13 @@ async def test_a_form_that_does_not_come_is_not_waited_for(
     with pytest.raises(Refusal) as refused:
         await pages.read_form(Request(scope, never))
     assert refused.value.code == "timed_out"
+
+
+def test_time_left_is_counted_from_step_to_step(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "now", 4, state="running", facts={"max_steps": 10})
+    lock = RunLock.acquire(path)
+    try:
+        page = overview_of(path, read_entry(path, stamp_of(path)))
+    finally:
+        lock.release()
+    assert page["left_seconds"] == 6.0, "a second each; what the step itself took is recorded as 3"

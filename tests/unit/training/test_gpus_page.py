@@ -65,7 +65,7 @@ def test_a_sampler_beside_the_learner_takes_what_the_page_names(
 ) -> None:
     text = PAGE.read_text()
     command = re.search(r"math (distributed\.samplers=1 .*)", text)
-    numbers = re.search(r"that is ([\d,]+) MiB, and `total` is ([\d,]+)", text)
+    numbers = re.search(r"that is ([\d,]+)\s+MiB, and `total` is ([\d,]+)", text)
     assert command is not None
     assert numbers is not None
     plan = planned(monkeypatch, tmp_path, model, *command[1].split())

@@ -150,7 +150,7 @@ def _fast() -> Any:
         except (ImportError, NotImplementedError, RuntimeError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UsageError(
-                f"model.backend is unsloth, but Unsloth cannot be used on this machine: {lines[0]}\nMend that, install it "
+                f"model.backend is unsloth, but Unsloth cannot be used on this machine: {lines[0]}\nFix that, install it "
                 f"again ({install_command(EXTRAS)}), or leave model.backend out."
             ) from error
     return FastLanguageModel

@@ -1,6 +1,6 @@
 """Computes all layers forward and backward, by hand: there is no autograd graph, and a layer keeps only tensors that are slow to recompute.
 
-A layer keeps: the residual stream before attention and before the MLP; queries, keys and values before rotation; attention's output;
+A layer keeps: the residual stream before it, and what attention adds to that; queries, keys and values before rotation; attention's output;
 gate and up; and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are recomputed. With `recompute`,
 only the residual stream before each layer is kept.
 
@@ -48,8 +48,8 @@ class Activations:
     qkv_NO: Tensor
     attention_NO: Tensor
     """The output of attention."""
-    middle_NH: Tensor
-    """The residual stream before the MLP."""
+    output_NH: Tensor
+    """What is added to the residual stream before the MLP."""
     gate_up_N2F: Tensor
     lows: tuple[Tensor | None, ...]
     """x Aᵀ of each of the layer's four products; None without an adapter."""
@@ -109,12 +109,12 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
     attention_NO = work.attention.forward(layer, qkv_NO)
-    y_NH, output_low = output.forward(attention_NO)
-    middle_NH = residual_NH + y_NH
+    output_NH, output_low = output.forward(attention_NO)
+    middle_NH = residual_NH + output_NH
     gate_up_N2F, gate_up_low = gate_up.forward(model.normed(middle_NH, layer.mlp_norm_H))
     y_NH, down_low = down.forward(swiglu(gate_up_N2F))
     lows = qkv_low, output_low, gate_up_low, down_low
-    activations = Activations(residual_NH, qkv_NO, attention_NO, middle_NH, gate_up_N2F, lows)
+    activations = Activations(residual_NH, qkv_NO, attention_NO, output_NH, gate_up_N2F, lows)
     return middle_NH + y_NH, activations
 
 
@@ -133,8 +133,9 @@ def _backward_layer_(
         activations.gate_up_N2F, down.input_gradient(dy_NH, u_NR)
     )
     of_down = down.factor_gradients(a_NF, dy_NH, down_low, u_NR)
+    middle_NH = activations.residual_NH + activations.output_NH
     of_gate_up = _through_norm_(
-        gate_up, gate_up_low, d_gate_up, activations.middle_NH, layer.mlp_norm_H, epsilon, d_NH
+        gate_up, gate_up_low, d_gate_up, middle_NH, layer.mlp_norm_H, epsilon, d_NH
     )
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = output.low_gradient(dy_NH)

@@ -211,7 +211,7 @@ class Database:
                 message = disk_full.words(folder)
                 remedy = message[0].upper() + message[1:]
             else:
-                remedy = _SQLITE_REMEDIES.get(code, "Mend what it names.")
+                remedy = _SQLITE_REMEDIES.get(code, "Fix what it names.")
         else:
             remedy = _POSTGRESQL_REMEDIES.get(
                 getattr(error.orig, "sqlstate", None) or "",

@@ -3,7 +3,7 @@
 import json
 
 from groupwise.core.settings.schema import leaves
-from groupwise.core.settings.wording import document
+from groupwise.core.settings.wording import key_rows
 from tests.unit.core.settings.shapes import Root
 
 
@@ -17,7 +17,7 @@ def test_leaves_carry_path_kind_and_class() -> None:
 
 
 def test_a_table_tells_every_key() -> None:
-    lines = document(Root).splitlines()
+    lines = list(key_rows(Root).values())
     told = r"| `rate` | a number (above 0, at most 1) | `1e-05` | Step size \| peak. | free |"
     assert told in lines
     assert any(

@@ -175,7 +175,7 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     found = checked(reward)
     assert {name: found[name].level for name in levels} == levels
     layout = found["gold answers"].data["layout"]
-    assert (layout == "answer tags") is (reward is tagged), "the way that earns most"
+    assert (layout == "in answer tags") is (reward is tagged), "the way that earns most"
 
 
 def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):

@@ -32,14 +32,14 @@ def test_layouts_hold_the_answer_and_nothing_of_the_pattern():
         assert "7" in text
         assert "answer}" not in text
         assert "stored" not in text
-    assert format_answer("so\n#### 7", "boxed") == "\\boxed{7}"
+    assert format_answer("so\n#### 7", "in \\boxed{}") == "\\boxed{7}"
     assert format_answer("so\n#### 7", "as it stands in the column") == "so\n#### 7"
-    assert format_answer("{answer}", "plain") == "{answer}"
+    assert format_answer("{answer}", "as plain text") == "{answer}"
 
 
 def test_cases_are_gold_and_wrong_ones():
     first, *others = rows({"answer": "1"}, {"answer": "2"}, {"answer": "3"}, {"answer": "4"})
-    cases = cases_of(first, others, Gold("answer", "plain"))
+    cases = cases_of(first, others, Gold("answer", "as plain text"))
     kinds = [case.kind for case in cases]
     assert kinds == [
         "gold", "another's gold", "another's gold", "empty", "garbage", "prompt echoed", "very long",
@@ -51,6 +51,6 @@ def test_cases_are_gold_and_wrong_ones():
 def test_what_is_right_for_this_row_is_not_tried_as_wrong():
     answers = (["Yes", "y"], "YES", "Y", "no")
     first, *others = rows(*({"answer": each} for each in answers))
-    cases = cases_of(first, others, Gold("answer", "plain"))
+    cases = cases_of(first, others, Gold("answer", "as plain text"))
     texts = [case.text for case in cases if case.kind == "another's gold"]
     assert texts == ["no"]

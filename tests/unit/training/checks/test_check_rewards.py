@@ -15,7 +15,7 @@ from groupwise.training.checks.check_rewards import (
     judge_spread,
 )
 
-GOLD = Gold("answer", "plain")
+GOLD = Gold("answer", "as plain text")
 
 
 def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None) -> Verdict:

@@ -1,0 +1,15 @@
+"""Make the pages on configuration and their JSON schemas from the code: `.venv/bin/python scripts/generate_configuration.py`."""
+
+from pathlib import Path
+
+from groupwise.training import config, sft_config
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+if __name__ == "__main__":
+    schemas = {
+        "schemas/rl.json": config.json_schema(),
+        "schemas/sft.json": sft_config.sft_schema(),
+    }
+    for name, text in {**config.documentation(), **sft_config.documentation(), **schemas}.items():
+        (DOCS / name).write_text(text, encoding="utf-8")
