@@ -242,7 +242,7 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, capsys, place, step)
     monkeypatch.undo()
     folder = tmp_path / "toy"
     assert (result.exit_code, result.summary["state"]) == (130, "interrupted")
-    assert capsys.readouterr().err.count("Ctrl-C once more ends at once") == 1
+    assert capsys.readouterr().err.count("Ctrl-C once more stops at once") == 1
     done = step + (place == "between")
     with Store.open(folder / "run.db", readonly=True) as store:
         assert store.last_step() == (done - 1 if done else None)
