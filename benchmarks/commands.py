@@ -49,7 +49,7 @@ COMMANDS: tuple[tuple[str, float | None], ...] = (
     ("fleet status", SMALL),
     ("fleet vm list", SMALL),
     ("fleet submit -- true", SMALL),
-    ("launch local --dry-run --script job.py", None),
+    ("launch local --dry-run --project-dir project --script job.py", SMALL),
     (f"check {TINY}", 2.0),
     ("init -t sort_words -m tiny --no-measure --force", None),
 )
@@ -103,14 +103,15 @@ def main() -> None:
 
 @contextmanager
 def prepared(folder: Path) -> Any:
-    """The folder with a run and a script in it, and the variables of the commands, while a fleet runs."""
+    """The folder with a run in it and a project of one script, and the variables of the commands, while a fleet runs."""
     variables = environment() | {
         "HOME": str(folder / "home"),
         "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
         "GROUPWISE_FLEET": str(folder / "fleet"),
     }
     (folder / "home").mkdir()
-    (folder / "job.py").write_text("print('done')\n")
+    (folder / "project").mkdir()
+    (folder / "project" / "job.py").write_text("print('done')\n")
     (folder / "fleet").mkdir()
     groupwise = [sys.executable, "-m", "groupwise"]
     words = [*groupwise, "rl", *shlex.split(TINY), "run.name=small", "training.max_steps=2"]
