@@ -118,9 +118,10 @@ class Judge:
         values: list[float | None] = [None] * len(texts)
         answers: list[str | None] = [None] * len(texts)
         groups: dict[tuple[str, str], list[int]] = {}
+        rubrics = columns.get(self.rubric_column, [None] * len(texts))
         for index, prompt in enumerate(prompts):
             try:
-                rubric = self._rubric_of({name: column[index] for name, column in columns.items()})
+                rubric = self._rubric_of({self.rubric_column: rubrics[index]})
             except ValueError as problem:
                 values[index] = Failed(f"cannot judge this row: it {problem}")
             else:

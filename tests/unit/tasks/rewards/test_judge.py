@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from groupwise.core.reward_call.call import Failed
+from groupwise.core.reward_call.call import Failed, call
+from groupwise.core.reward_call.request import ScoreRequest
 from groupwise.tasks.rewards.judge import Judge
 from groupwise.tasks.rewards.judge_prompts import TEMPLATE, Malformed, Mode, question
 from tests.fake_openai_server import Service, scripted, serve
@@ -137,6 +138,15 @@ def test_rubrics_of_rows(ask):
     assert len(ask.service.asked) == 2
     with pytest.raises(ValueError, match="column `rubric`"):
         Judge("http://x/v1", "m").check_row({"criteria": "One."})
+
+
+@pytest.mark.parametrize("rubric", [RUBRIC, None])
+def test_a_run_gives_it_more_than_columns(ask, rubric):
+    """Its step, and tokens and rendered prompts, which are unknown where a task is checked."""
+    judge = Judge(ask.service.url, "tiny", rubric=rubric, cache=ask.cache)
+    request = ScoreRequest(0, ["p"] * 2, ["a", "bbb"], [], {"rubric": [RUBRIC] * 2}, 0, 1)
+    result = asyncio.run(call("judge", judge, request, started=lambda name: None))
+    assert (result.values, result.failures) == ((0.1, 0.3), (None, None))
 
 
 # 2. what is no verdict
