@@ -144,7 +144,7 @@ def test_rubrics_of_rows(ask):
 def test_a_run_gives_it_more_than_columns(ask, rubric):
     """Its step, and tokens and rendered prompts, which are unknown where a task is checked."""
     judge = Judge(ask.service.url, "tiny", rubric=rubric, cache=ask.cache)
-    request = ScoreRequest(0, ["p"] * 2, ["a", "bbb"], [], {"rubric": [RUBRIC] * 2}, 0, 1)
+    request = ScoreRequest(0, ["p"] * 2, ["a", "bbb"], [[1]] * 2, {"rubric": [RUBRIC] * 2}, 0, 1)
     result = asyncio.run(call("judge", judge, request, started=lambda name: None))
     assert (result.values, result.failures) == ((0.1, 0.3), (None, None))
 
