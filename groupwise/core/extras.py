@@ -26,7 +26,8 @@ def require_packages(subject: str, extra: str, *packages: str, advice: str = "")
 def not_installed(subject: str, extra: str, *packages: str) -> str:
     """The message for a user who lacks these packages: how to install the extra that brings them."""
     verb = "is" if len(packages) == 1 else "are"
-    names = " and ".join(filter(None, (", ".join(packages[:-1]), packages[-1])))
+    *others, last = packages
+    names = f"{', '.join(others)} and {last}" if others else last
     return f"{subject} needs {names}, which {verb} not installed: {how_to_install(extra)}"
 
 

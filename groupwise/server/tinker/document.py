@@ -144,7 +144,7 @@ def _schema_ref(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Schemas of all bodies and answers, prefixed with `Tinker.` in the document."""
+    """Schemas of all request bodies and responses. In the document their names begin with `Tinker.`."""
     bodies = [route.reads for route in ROUTES if route.reads is not None]
     response_models = [route.answer for route in ROUTES if route.answer is not None]
     all_models: list[type[BaseModel]] = [

@@ -179,7 +179,7 @@ class TinkerEngineManager:
             raise UsageError(f"The base model {base!r} is not served here. {refusal}") from None
 
     async def base(self, name: str) -> Base:
-        """See `TinkerEngine.base`."""
+        """A base model that may be used, with the engine started if need be: `TinkerEngine.base`."""
         base = (await self._engine_with(name)).base
         # A remote client cannot read a folder of this machine. It loads its own folder of this name: see `tokenizer_folder`.
         tokenizer = name if Path(base.tokenizer).is_absolute() else base.tokenizer

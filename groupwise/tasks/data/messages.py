@@ -157,9 +157,11 @@ def _tool_calls(message: dict[str, Any]) -> list[Any]:
         calls = _of_json(calls)
     if not calls and (older := message.pop("function_call", None)):
         calls = [{"type": "function", "function": older}]
-    if not isinstance(calls or [], list):
+    if not calls:
+        return []
+    if not isinstance(calls, list):
         raise Unusable("the tool calls of a message are no list")
-    return [with_arguments(call) for call in cast("list[Any]", calls or [])]
+    return [with_arguments(call) for call in cast("list[Any]", calls)]
 
 
 def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Judge:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a rubric."""
-        self._rubric_of(row)
+        self._rubric_of(row.get(self.rubric_column))
 
     async def __call__(
         self,
@@ -121,7 +121,7 @@ class Judge:
         rubrics = columns.get(self.rubric_column, [None] * len(texts))
         for index, prompt in enumerate(prompts):
             try:
-                rubric = self._rubric_of({self.rubric_column: rubrics[index]})
+                rubric = self._rubric_of(rubrics[index])
             except ValueError as problem:
                 values[index] = Failed(f"cannot judge this row: it {problem}")
             else:
@@ -187,10 +187,10 @@ class Judge:
         value = score if isinstance(score, Failed) else (score - low) / (high - low)
         return _Opinion(value, verdict.said)
 
-    def _rubric_of(self, row: Mapping[str, Any]) -> str:
+    def _rubric_of(self, rubric: Any) -> str:
+        """The config's rubric, else this one of a row. Raises ValueError if that is no text."""
         if self.rubric is not None:
             return self.rubric
-        rubric = row.get(self.rubric_column)
         if not isinstance(rubric, str) or not rubric.strip():
             raise ValueError(
                 f"has no rubric in the column `{self.rubric_column}`; expected text there, or `rubric` in the config"

@@ -79,7 +79,7 @@ def _needed_statements(
 
 
 def _rows_by_hooks(returned: Mapping[str, ast.expr], makes: list[ast.stmt]) -> Iterator[str]:
-    """The source of each hook; if statements have to make the rows first, of a function with these, which runs once."""
+    """The source of each hook. If the rows are made by statements, these go into a function before the hooks, which runs only once."""
     if makes:
         (function,) = ast.parse(f"@functools.cache\ndef {MAKE_ROWS}():\n    pass").body
         assert isinstance(function, ast.FunctionDef)
