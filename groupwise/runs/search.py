@@ -40,7 +40,7 @@ _VIEW = (
     "rollouts.id, rollouts.step + 1, rollouts.draw + 1, member + 1, attempt, rollouts.example, outcome, reason, reward, advantage,"
     " truncated, completion_tokens, ended_by, rollouts.task"
 )
-MAX_OF_REASON = 300
+MAX_REASON_CHARACTERS = 300
 """The number of characters of a reason that are compared."""
 _PARTICULAR = re.compile(
     r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`|“[^”\n]*”|\b0x[0-9a-fA-F]+|\d+(?:[.,:_]\d+)*"""
@@ -207,7 +207,7 @@ def failure_kinds(db: Database, limit: int, newest: int) -> list[FailureKind]:
     rows: list[tuple[int, str]] = []
     for outcome in _UNSCORED:
         reasons = db.all(
-            f"SELECT id, CAST(substr(coalesce(reason, 'no reason given'), 1, {MAX_OF_REASON}) AS BLOB) FROM rollouts"
+            f"SELECT id, CAST(substr(coalesce(reason, 'no reason given'), 1, {MAX_REASON_CHARACTERS}) AS BLOB) FROM rollouts"
             " WHERE outcome = ? ORDER BY id DESC LIMIT ?",
             (outcome, newest),
         )

@@ -34,7 +34,7 @@ TAIL = 300
 """Most lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
 """Most characters of these lines."""
-MAX_OF_REASON = 1000
+MAX_REASON_CHARACTERS = 1000
 """Longest reason for cancelling a job, in characters, that the API accepts."""
 WIDTH = 1000.0
 """Width of the timeline image, in SVG units."""
@@ -46,8 +46,10 @@ Fact = tuple[str, str]
 
 def _cancel_job(fleet: FleetClient, job: str, form: Mapping[str, str]) -> Document:
     reason = form.get("reason", "").strip()
-    if len(reason) > MAX_OF_REASON:
-        raise UsageError(f"The reason has {len(reason)} characters; {MAX_OF_REASON} at most.")
+    if len(reason) > MAX_REASON_CHARACTERS:
+        raise UsageError(
+            f"The reason has {len(reason)} characters; {MAX_REASON_CHARACTERS} at most."
+        )
     return fleet.cancel(job, reason or None)
 
 

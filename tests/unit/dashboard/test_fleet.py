@@ -16,7 +16,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
-from groupwise.dashboard.fleet.jobs import MAX_OF_REASON
+from groupwise.dashboard.fleet.jobs import MAX_REASON_CHARACTERS
 from groupwise.dashboard.sources.cached_values import ending
 from groupwise.dashboard.sources.fleet import WatchedFleet, without_volatile
 from groupwise.dashboard.sources.runs import RunsIndex
@@ -221,7 +221,7 @@ async def test_a_button_changes_what_it_says_with_a_reason_where_one_is_given(
     client: httpx2.AsyncClient, local: LocalFleet
 ) -> None:
     path, box = "/fleet/jobs/waiting-1", "/fleet/machines/box-1"
-    long = await press(client, path, "cancel", reason="x" * (MAX_OF_REASON + 1))
+    long = await press(client, path, "cancel", reason="x" * (MAX_REASON_CHARACTERS + 1))
     assert (long.status_code, local.show("waiting-1")["status"]) == (400, "queued")
     for action, status in (("hold", "held"), ("release", "queued"), ("cancel", "cancelled")):
         answer = await press(client, path, action, reason=" by mistake ")

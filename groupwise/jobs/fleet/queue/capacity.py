@@ -56,7 +56,7 @@ MAX_LONG_WAITING = 16
 MAX_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
 MAX_NAMED = 1000
-"""Maximum of machines that a query names; if more have room, the whole fleet is read, but for `View.changed`."""
+"""Maximum of machines that a query names; if more have room, the whole fleet is read, unless `FreeCapacity.changed` is given."""
 
 
 @dataclass(frozen=True, slots=True)
