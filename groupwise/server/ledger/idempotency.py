@@ -31,8 +31,8 @@ from groupwise.server.ledger.transaction import Transaction
 from groupwise.tasks.openai.responses import KeptResponse
 
 RETENTION_SECONDS = 24 * 3600.0
-"""How long a response is kept, in seconds of server uptime, which clock jumps do not change. The column `made_at` is uptime too. Rows
-written by earlier servers hold wall time, which is larger than any uptime: they count as expired.
+"""How long a response is kept, in seconds of server uptime, which clock jumps do not change. The column `made_at` is uptime too; after a
+kill -9 it may be some seconds ahead of the uptime, which continues from the last stored value.
 """
 
 MAX_UNDELIVERED = 1000
@@ -59,11 +59,8 @@ def stored_response(transaction: Transaction, caller: Caller) -> StoredResponse 
         return None
     row = transaction.first(
         """SELECT body_hash, status, body FROM answers
-        WHERE key_id = ? AND route = ? AND key = ? AND made_at > ? AND made_at <= ?""",
-        (
-            *(caller.key_id, key.route, key.key),
-            *(transaction.uptime - RETENTION_SECONDS, transaction.uptime),
-        ),
+        WHERE key_id = ? AND route = ? AND key = ? AND made_at > ?""",
+        (caller.key_id, key.route, key.key, transaction.uptime - RETENTION_SECONDS),
     )
     if row is None:
         return None
@@ -97,11 +94,9 @@ def run_idempotent(
 
 def delete_expired(transaction: Transaction) -> int:
     """Delete the expired answers, and the expired responses of `/v1/responses`; returns their number."""
-    times = (transaction.uptime - RETENTION_SECONDS, transaction.uptime)
+    oldest = transaction.uptime - RETENTION_SECONDS
     return sum(
-        transaction.execute(
-            f"DELETE FROM {table} WHERE made_at <= ? OR made_at > ?", times
-        ).rowcount
+        transaction.execute(f"DELETE FROM {table} WHERE made_at <= ?", (oldest,)).rowcount
         for table in ("answers", "responses")
     )
 
@@ -239,8 +234,8 @@ def read_response(
 ) -> KeptResponse:
     """A kept response. Refuses with `unknown_response`, which names `field`."""
     row = transaction.first(
-        "SELECT response, messages FROM responses WHERE id = ? AND key_id = ? AND made_at > ? AND made_at <= ?",
-        (id, caller.key_id, transaction.uptime - RETENTION_SECONDS, transaction.uptime),
+        "SELECT response, messages FROM responses WHERE id = ? AND key_id = ? AND made_at > ?",
+        (id, caller.key_id, transaction.uptime - RETENTION_SECONDS),
     )
     if row is None:
         problem = (

@@ -256,3 +256,6 @@ ALTER TABLE turns DROP COLUMN asked;
 ALTER TABLE answers ADD COLUMN retries INTEGER;  -- of the last request that got it; null: no other is taken for a retry of it
 ALTER TABLE answers ADD COLUMN completion TEXT;  -- the stored completion that it has, without chatcmpl-
 CREATE INDEX answers_by_body ON answers (key_id, route, body_hash) WHERE retries IS NOT NULL;
+
+-- migration 10
+DELETE FROM answers WHERE made_at > 1e9;       -- of earlier servers, which stored the time of day

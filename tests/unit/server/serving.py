@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ class Served:
                 task.cancel()
         await asyncio.gather(*filter(None, tasks), return_exceptions=True)
         await self.ledger.close()
+        with closing(sqlite3.connect(self.ledger.path)) as ledger, ledger:
+            ledger.execute("DELETE FROM meta WHERE key = 'uptime'")  # stored only now and then
 
 
 def letters(group: GroupAnswer) -> list[float | None]:

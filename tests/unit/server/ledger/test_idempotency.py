@@ -17,7 +17,7 @@ from groupwise.server.ledger.idempotency import (
     delete_expired,
     stored_response,
 )
-from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.ledger.transaction import TICK_SECONDS, Transaction
 from groupwise.server.ledger.writer import Ledger
 
 KEY = AnswerKey("POST /rewards", "abc", "hash-1")
@@ -49,6 +49,13 @@ def test_an_answer_is_kept_for_a_day(ledger):
     assert once(tomorrow, asking(body_hash="hash-2")).body == b'{"done": 2}'
     assert delete_expired(tomorrow) == 0
     assert delete_expired(replace(tomorrow, uptime=tomorrow.uptime + RETENTION_SECONDS)) == 1
+
+
+def test_an_answer_of_the_last_moments_before_a_kill_is_kept(ledger):
+    first = once(ledger, CALLER)
+    after_kill = replace(ledger, uptime=ledger.uptime - TICK_SECONDS)
+    assert delete_expired(after_kill) == 0
+    assert once(after_kill, CALLER) == first
 
 
 async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):

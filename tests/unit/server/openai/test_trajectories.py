@@ -177,6 +177,18 @@ async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path, monkeypatch) 
         assert other["group_id"] != first["group_id"]
 
 
+async def test_a_call_answered_just_before_a_kill_is_sampled_once(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        first = await turn(client, "t-1")
+        await served.kill()
+        await served.engine.close()
+    async with open_service(tmp_path) as served, client_of(served.app()) as http:
+        await served.until(lambda status: status.phase == "running")
+        again = await turn(Client(http), "t-1", headers={"x-stainless-retry-count": "1"})
+        assert again == first
+        assert served.engine.calls["sample"] == 0
+
+
 async def test_groups_are_closed_by_name(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         await turn(client, "t-1")
