@@ -34,6 +34,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from groupwise.core.atomic_files import building_path
+from groupwise.engine.models.native.tiles import has_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +147,8 @@ class KernelFiles:
             building.unlink(missing_ok=True)
 
     def _kernel_path(self, key: Any) -> Path:
-        versions = numba.__version__, llvmlite.__version__
-        kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
+        abilities = numba.__version__, llvmlite.__version__, has_tiles()
+        kind = sha256(repr((abilities, key)).encode()).hexdigest()[:16]
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
 
 

@@ -13,6 +13,8 @@ A tile is 16 outputs of some rows; its sums stay in registers. Weights are order
 - `BYTES`: weights and rows in int8, four inputs at a time, by the CPU's own instruction for it (VNNI); weights are ordered as
   [O / 16, I / 4, 16, 4]. `kernels.quantize` makes such rows. Sums are int32, so they are exact, and become float32 at the end.
 
+CPUs with tiles (AMX) read the same two orders, 16 lines at a time; what is left of the lines is multiplied as above.
+
 The sums of a row do not depend on other rows.
 """
 
@@ -26,12 +28,14 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from groupwise.engine.models.native.facts import LANES
 from groupwise.engine.models.native.kernel_cache import kernel
-from groupwise.engine.models.native.vector_code import FLOATS, WORDS, VectorCode
+from groupwise.engine.models.native.tiles import WIDTH, TileCode, has_tiles
+from groupwise.engine.models.native.vector_code import FLOATS, LONG, WORDS, VectorCode
 
 Array = NDArray[Any]
 
@@ -44,6 +48,12 @@ HAS_VNNI = bool(_FEATURES.get("avx512vnni", False))
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
+USE_TILES = has_tiles()
+"""True if `PAIRS` and `BYTES` are multiplied in tiles of the CPU (AMX)."""
+IN_TURNS = 2
+"""Tiles of sums that a loop adds to, one after the other: an instruction takes longer than the next one waits for another tile."""
+LINES = IN_TURNS * LANES
+"""Lines of weights that these multiply at once."""
 AHEAD = 8192
 """How many bytes ahead weights are fetched if only one tile needs them."""
 
@@ -86,6 +96,10 @@ class _Kind:
     finish: Finish
     constants: int = 4 * LANES
     """Bytes of a block's constants."""
+    numbers: Any = FLOATS
+    """Type of a vector of sums."""
+    in_tiles: str | None = None
+    """The instruction that multiplies tiles."""
 
 
 def _begin_with_bias(code: VectorCode, constants: Any, rows: int) -> Sums:
@@ -162,8 +176,13 @@ def _scale_bytes(code: VectorCode, constants: Any, scales: list[Any], sums: Sums
 
 _FLOATS = _Kind(64, 1, _add_floats, _begin_with_bias, _keep_sums)
 _HALVES = _Kind(32, 1, _add_halves, _begin_with_bias, _keep_sums)
-_PAIRS = _Kind(64, 2, _add_pairs, _begin_with_bias, _keep_sums)
-_BYTES = _Kind(64, 4, _add_bytes, _begin_bytes, _scale_bytes, constants=3 * 4 * LANES)
+_PAIRS = _Kind(64, 2, _add_pairs, _begin_with_bias, _keep_sums, in_tiles="tdpbf16ps")
+_BYTES = _Kind(
+    *(64, 4, _add_bytes, _begin_bytes, _scale_bytes),
+    constants=3 * 4 * LANES,
+    numbers=WORDS,
+    in_tiles="tdpbusd",
+)
 
 
 def code_for_line(like: Any) -> Add:
@@ -204,6 +223,47 @@ def _add_rank(
     return _add_fused(code, line, rows, code.builder.mul(rank, code.number(4)), sums)
 
 
+def _add_tiles(
+    code: VectorCode,
+    kind: _Kind,
+    weights: Any,
+    x: Any,
+    x_stride: Any,
+    count: Any,
+    fetch: Callable[[Any], None],
+    sums: Sums,
+) -> Sums:
+    """Add the products with `count` times `LINES` lines of weights, for each of which `fetch` is called."""
+    builder, rows = code.builder, len(sums)
+    tiles, width = TileCode(code, rows), code.number(WIDTH)
+
+    def add(turn: Any, now: list[Any]) -> list[Any]:
+        first = builder.mul(turn, code.number(LINES))
+        for line in range(LINES):
+            fetch(builder.add(first, code.number(line)))
+        added: list[Any] = []
+        for place, total in enumerate(now):
+            number = builder.add(builder.mul(turn, code.number(IN_TURNS)), code.number(place))
+            left = tiles.load(x, builder.mul(number, width), x_stride)
+            at = builder.mul(number, code.number(LANES * WIDTH))
+            right = tiles.load(weights, at, width, rows=LANES)
+            added.append(tiles.multiply(str(kind.in_tiles), total, left, right))
+        return added
+
+    memory = ir.ArrayType(kind.numbers, IN_TURNS * rows)
+    address = builder.ptrtoint(cgutils.alloca_once(builder, memory), LONG)
+    plus = builder.add if kind.numbers is WORDS else builder.fadd
+    for place, total in enumerate(code.loop(count, [tiles.zero()] * IN_TURNS, add)):
+        at = code.number(place * rows * WIDTH)
+        tiles.store(total, address, at, width)
+        vectors = (
+            code.load(address, code.number((place * rows + row) * WIDTH), kind.numbers)
+            for row in range(rows)
+        )
+        sums = [plus(*pair) for pair in zip(sums, vectors, strict=True)]
+    return sums
+
+
 def _tile_code(rows: int) -> Any:
     """Code for a tile of `rows` rows.
 
@@ -241,13 +301,22 @@ def _tile_code(rows: int) -> Any:
             x_rows = code.addresses(x, x_stride, rows)
             low_rows = code.addresses(low, low_stride, rows)
 
-            def add(number: Any, sums: Sums) -> Sums:
+            def fetch(number: Any) -> None:
                 code.prefetch(fetched, builder.mul(number, fetched_stride), first_cache=False)
+
+            def add(number: Any, sums: Sums) -> Sums:
+                fetch(number)
                 line = builder.add(first_line, builder.mul(number, code.number(kind.line)))
                 offset = builder.mul(number, code.number(4))
                 return kind.add(code, line, x_rows, offset, sums)
 
-            sums = code.loop(lines, kind.begin(code, constants, rows), add)
+            sums, done = kind.begin(code, constants, rows), code.number(0)
+            if kind.in_tiles is not None and USE_TILES:
+                count = builder.sdiv(lines, code.number(LINES))
+                done = builder.mul(count, code.number(LINES))
+                sums = _add_tiles(code, kind, first_line, x, x_stride, count, fetch, sums)
+            left = builder.sub(lines, done)
+            sums = code.loop(left, sums, lambda line, now: add(builder.add(done, line), now))
             sums = kind.finish(code, constants, code.addresses(scales, code.number(4), rows), sums)
             sums = code.loop(
                 ranks, sums, lambda rank, now: _add_rank(code, up, up_stride, low_rows, rank, now)

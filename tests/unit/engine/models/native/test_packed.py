@@ -85,10 +85,10 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
     [((), ()), ((16,), (0, 64)), ((3, 16, 5), (0, 20, 40, 64)), ((40,), (16, 48))],
 )
 def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
-    weight = given(kind, 64, 50) / 8
+    weight = given(kind, 64, 150) / 8
     bias_O = given(kind, 64, seed=1) if bias else None
-    x = given(FLOATS, rows, 50, seed=2).to(weight.dtype)
-    parts = placed(kind, 50, ranks, columns)
+    x = given(FLOATS, rows, 150, seed=2).to(weight.dtype)
+    parts = placed(kind, 150, ranks, columns)
     assert_exact(kind, packed(kind, weight, bias_O), weight, bias_O, x, parts)
 
 
@@ -107,18 +107,18 @@ def test_several_threads_make_the_same_bits(kind):
 
 
 def test_a_row_is_the_same_among_any_others(kind):
-    weight = given(kind, 64, 50)
+    weight = given(kind, 64, 150)
     product = packed(kind, weight)
-    low = product.low_rank(placed(kind, 50, (8, 8), (0, 32, 64)))
-    x = given(FLOATS, 40, 50, seed=2).to(weight.dtype)
+    low = product.low_rank(placed(kind, 150, (8, 8), (0, 32, 64)))
+    x = given(FLOATS, 40, 150, seed=2).to(weight.dtype)
     whole = product.product(x, low)
     for rows in (8, 16, 24, 32):
         assert torch.equal(product.product(x[-rows:].contiguous(), low), whole[-rows:])
 
 
 def test_what_is_no_number_is_not_hidden(kind):
-    weight = given(kind, 64, 50)
-    x = given(FLOATS, 8, 50).to(weight.dtype)
+    weight = given(kind, 64, 150)
+    x = given(FLOATS, 8, 150).to(weight.dtype)
     x[3, 7] = torch.nan
     found = packed(kind, weight).product(x, None)
     assert found[3].isnan().all()

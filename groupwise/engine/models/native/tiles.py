@@ -1,0 +1,81 @@
+"""Writes LLVM code for products of tiles, by Intel's Advanced Matrix Extensions (AMX).
+
+A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of 16 words with 16 words of each of 16 outputs, and adds to
+16 × 16 sums; a word is 2 bfloat16 or 4 int8 numbers. A sum depends on its own row and output only. LLVM chooses the registers.
+
+Linux gives tile registers to a process that asks for them, and to those that it forks (Documentation/arch/x86/xstate.rst).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+
+from groupwise.engine.models.native.vector_code import BYTE, HALF, VectorCode
+
+WIDTH = 64
+"""Bytes in a row of a tile."""
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""A system call of Linux on x86-64, its code that asks for a feature, and the number of the tiles' data."""
+
+
+@cache
+def has_tiles() -> bool:
+    """True if the CPU has tiles of bfloat16 and int8, and Linux lets this process use them. The first call asks for them."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if sys.platform != "linux" or not (features.get("amx-bf16") and features.get("amx-int8")):
+        return False
+    call = map(ctypes.c_long, (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA))
+    return ctypes.CDLL(None).syscall(*call) == 0
+
+
+class _Tile(ir.types.Type):
+    """LLVM's type of a tile register, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "x86_amx"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tile)
+
+    def __hash__(self) -> int:
+        return hash(_Tile)
+
+
+class TileCode:
+    """Writes code for tiles of `rows` rows, at most 16."""
+
+    def __init__(self, code: VectorCode, rows: int) -> None:
+        self._code, self._rows = code, rows
+        self._width = ir.Constant(HALF, WIDTH)
+
+    def zero(self) -> Any:
+        """A tile of zeros."""
+        return self._call("tilezero", _Tile(), [], rows=self._rows)
+
+    def load(self, address: Any, offset: Any, stride: Any, *, rows: int | None = None) -> Any:
+        """Load rows that are `stride` bytes apart."""
+        pointer = self._code.at(address, offset, BYTE)
+        return self._call("tileloadd64", _Tile(), [pointer, stride], rows=rows or self._rows)
+
+    def store(self, tile: Any, address: Any, offset: Any, stride: Any) -> None:
+        """Store rows that are `stride` bytes apart."""
+        pointer = self._code.at(address, offset, BYTE)
+        self._call("tilestored64", ir.VoidType(), [pointer, stride, tile], rows=self._rows)
+
+    def multiply(self, instruction: str, total: Any, left: Any, right: Any) -> Any:
+        """`total` plus the product of the rows of `left` with the outputs of `right`."""
+        return self._call(instruction, _Tile(), [self._width, total, left, right], rows=self._rows)
+
+    def _call(self, name: str, result: Any, operands: list[Any], rows: int) -> Any:
+        """Call an intrinsic function, whose first arguments are the height of a tile and its width in bytes."""
+        sizes = [ir.Constant(HALF, rows), self._width]
+        kinds = [each.type for each in (*sizes, *operands)]
+        function = self._code.function(f"llvm.x86.{name}.internal", result, kinds)
+        return self._code.builder.call(function, [*sizes, *operands])
