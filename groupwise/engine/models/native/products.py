@@ -235,7 +235,7 @@ def _add_tiles(
 ) -> Sums:
     """Add the products with `count` times `LINES` lines of weights, for each of which `fetch` is called."""
     builder, rows = code.builder, len(sums)
-    tiles, width = TileCode(code, rows), code.number(WIDTH)
+    tiles, width = TileCode(code), code.number(WIDTH)
 
     def add(turn: Any, now: list[Any]) -> list[Any]:
         first = builder.mul(turn, code.number(LINES))
@@ -244,18 +244,18 @@ def _add_tiles(
         added: list[Any] = []
         for place, total in enumerate(now):
             number = builder.add(builder.mul(turn, code.number(IN_TURNS)), code.number(place))
-            left = tiles.load(x, builder.mul(number, width), x_stride)
+            left = tiles.load(x, builder.mul(number, width), x_stride, rows)
             at = builder.mul(number, code.number(LANES * WIDTH))
-            right = tiles.load(weights, at, width, rows=LANES)
-            added.append(tiles.multiply(str(kind.in_tiles), total, left, right))
+            right = tiles.load(weights, at, width)
+            added.append(tiles.multiply(str(kind.in_tiles), total, left, right, rows))
         return added
 
     memory = ir.ArrayType(kind.numbers, IN_TURNS * rows)
     address = builder.ptrtoint(cgutils.alloca_once(builder, memory), LONG)
     plus = builder.add if kind.numbers is WORDS else builder.fadd
-    for place, total in enumerate(code.loop(count, [tiles.zero()] * IN_TURNS, add)):
+    for place, total in enumerate(code.loop(count, [tiles.zero(rows)] * IN_TURNS, add)):
         at = code.number(place * rows * WIDTH)
-        tiles.store(total, address, at, width)
+        tiles.store(total, address, at, width, rows)
         vectors = (
             code.load(address, code.number((place * rows + row) * WIDTH), kind.numbers)
             for row in range(rows)

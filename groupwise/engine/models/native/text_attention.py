@@ -7,21 +7,18 @@ Work is done for 16 queries of a head at a time, with the blocks of 16 keys that
 cache. A vector of scores is one key's, with the 16 queries. Scores are products of float32, as in the sampler; P and dS are rounded to the
 number format of the values, and sums are float32.
 
-All products are of two packed matrices, and a tile of the result is 16 × 16. A packed matrix is a sequence of lines of 16 words; a word is
-a number, or for bfloat16 a pair that lies along the axis that is summed, as in `groupwise.engine.models.native.products`. `_pack_along`
-makes lines of 16 rows, for sums over its columns; `_pack_across` makes lines of 16 columns, for sums over its rows. A prompt is packed once
-for the texts that see it.
+All products are of two matrices that are packed as `groupwise.engine.models.native.packed_matrices` says. A prompt is packed once for
+the texts that see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from groupwise.engine.models.native.facts import LANES
@@ -40,108 +37,28 @@ from groupwise.engine.models.native.kernels import (
     store,
     to_float32,
 )
-from groupwise.engine.models.native.products import LARGE, code_for_line
+from groupwise.engine.models.native.packed_matrices import (
+    GROUP,
+    LINE,
+    TILE,
+    add_sums,
+    empty_for_scores,
+    empty_for_sums,
+    numbers_per_word,
+    pack_across,
+    pack_along,
+    pack_for_scores,
+    pack_for_sums,
+    padded_count,
+    write_scores,
+    write_sums,
+)
 from groupwise.engine.models.native.vector_code import FLOATS, HALVES, WORDS, VectorCode
 
 Array = NDArray[Any]
 
-TILE = LANES
-"""Queries that are computed at once; also the keys of a block."""
-GROUP = 64
-"""Queries over which a gradient of keys and values is summed at once."""
 AHEAD = 8
 """How many rows ahead memory is prefetched. The rows of a head lie too far apart for the processor to do it by itself."""
-LINE = 4 * LANES
-"""Bytes of a line."""
-
-
-def _together(like: Any) -> Any:
-    """How many numbers of the format of `like` one word of 4 bytes holds."""
-    raise NotImplementedError  # numba compiles the overload below
-
-
-@overload(_together)
-def _together_of(like: Any) -> Callable[[Any], Any]:
-    count = 2 if like.dtype == types.uint16 else 1
-
-    def number(like: Any) -> Any:
-        return count
-
-    return number
-
-
-def _tile_code(*, adding: bool, of_group: bool) -> Any:
-    """Code for `LARGE` rows of a tile.
-
-    Its arguments are an array in the number format, the address of the rows' first words, the distance of their next words, the address of
-    the lines, their number, and the address and distance of the rows of the result, to which the products are added if `adding`. Rows
-    are words of a line, or with `of_group` `GROUP` numbers each. Distances are in bytes.
-    """
-
-    def typed(
-        _: Any, like: Any, words: Any, step: Any, lines: Any, count: Any, into: Any, stride: Any
-    ) -> Any:
-        add_line = code_for_line(like)
-        row_bytes = GROUP * like.dtype.bitwidth // 8 if of_group else 4
-
-        def tile(context: Any, builder: Any, __: Any, args: Any) -> Any:
-            _, words, step, lines, count, into, stride = args
-            code = VectorCode(builder)
-            rows = code.addresses(words, code.number(row_bytes), LARGE)
-            outputs = code.addresses(into, stride, LARGE)
-            zero = code.number(0)
-
-            def add(number: Any, sums: list[Any]) -> list[Any]:
-                line = builder.add(lines, builder.mul(number, code.number(LINE)))
-                return add_line(code, line, rows, builder.mul(number, step), sums)
-
-            nothing = ir.Constant(FLOATS, [0.0] * LANES)
-            begun = [code.load(output, zero) if adding else nothing for output in outputs]
-            for total, output in zip(code.loop(count, begun, add), outputs, strict=True):
-                code.store(total, output, zero)
-            return context.get_dummy_value()
-
-        return types.void(like, *[types.int64] * 6), tile
-
-    return intrinsic(typed)
-
-
-_write_part, _add_part = (
-    _tile_code(adding=False, of_group=False),
-    _tile_code(adding=True, of_group=True),
-)
-
-
-@kernel(ROUNDING_KEPT)
-def _write_tile(like: Array, words: Any, lines: Any, count: Any, into: Any, stride: Any) -> None:
-    """Write the products of two sequences of lines; the first has the rows of the result, the second its columns."""
-    for n in range(0, TILE, LARGE):
-        _write_part(like, words + 4 * n, LINE, lines, count, into + n * stride, stride)
-
-
-@kernel(ROUNDING_KEPT)
-def _add_tile(like: Array, words: Any, lines: Any, count: Any, into: Any, stride: Any) -> None:
-    """Add the products of 16 rows of `GROUP` numbers with a sequence of lines."""
-    row_bytes = 4 * GROUP // _together(like)
-    for n in range(0, TILE, LARGE):
-        _add_part(like, words + n * row_bytes, 4, lines, count, into + n * stride, stride)
-
-
-# Packing
-
-
-@kernel(ROUNDING_KEPT)
-def _bits(number: Any) -> Any:
-    return np.float32(number).view(np.uint32)
-
-
-@kernel(ROUNDING_KEPT)
-def _pair(lower: Any, upper: Any) -> Any:
-    """Two float32 numbers as bfloat16, rounded half to even, in one word."""
-    low, high = _bits(lower), _bits(upper)
-    low = np.uint32(low + np.uint32(0x7FFF) + ((low >> np.uint32(16)) & np.uint32(1)))
-    high = np.uint32(high + np.uint32(0x7FFF) + ((high >> np.uint32(16)) & np.uint32(1)))
-    return np.uint32((high & np.uint32(0xFFFF0000)) | (low >> np.uint32(16)))
 
 
 @kernel(ROUNDING_KEPT)
@@ -160,7 +77,7 @@ def _widen(rows_NO: Array, column: Any, size: Any, first: Any, count: Any, into_
         for d in range(size):
             into_D[d] = to_float32(row_D[d])
         into_D[size:] = np.float32(0.0)
-    into_ND[count : _padded(count)] = np.float32(0.0)
+    into_ND[count : padded_count(count)] = np.float32(0.0)
 
 
 class Heads(NamedTuple):
@@ -183,7 +100,7 @@ def _rotate(heads: Heads, column: Any, first: Any, count: Any, into_ND: Array) -
         turn_C2 = heads.turns_NC2[first + n]
         compute_head(row_D, heads.norm_D, heads.epsilon, turn_C2, heads.scale, into_D[:size])
         into_D[size:] = np.float32(0.0)
-    into_ND[count : _padded(count)] = np.float32(0.0)
+    into_ND[count : padded_count(count)] = np.float32(0.0)
 
 
 @kernel(ANY_ORDER)
@@ -222,47 +139,6 @@ def _store_gradient(
         row_D, into_D = heads.qkv_NO[n, columns_D], d_qkv_NO[n, columns_D]
         turn_C2, scale = heads.turns_NC2[n], heads.scale
         _store_head_gradient(d_ND[i], row_D, heads.norm_D, heads.epsilon, turn_C2, scale, into_D)
-
-
-@kernel(ROUNDING_KEPT)
-def _padded(count: Any) -> Any:
-    """The next multiple of 16."""
-    return (count + TILE - 1) // TILE * TILE
-
-
-@kernel(ROUNDING_KEPT)
-def _pack_across(rows_ND: Array, count: Any, like: Array, into_BNS: Array, first: Any) -> None:
-    """Write float32 rows as lines of 16 columns, [D / 16, N / together, 16], from this line on."""
-    together = _together(like)
-    for block in range(into_BNS.shape[0]):
-        start = block * LANES
-        for n in range(0, count, together):
-            into_S = into_BNS[block, first + n // together]
-            lower_S = rows_ND[n, start : start + LANES]
-            if together == 2:
-                upper_S = rows_ND[n + 1, start : start + LANES]
-                for lane in range(LANES):
-                    into_S[lane] = _pair(lower_S[lane], upper_S[lane])
-            else:
-                for lane in range(LANES):
-                    into_S[lane] = _bits(lower_S[lane])
-
-
-@kernel(ROUNDING_KEPT)
-def _pack_along(rows_ND: Array, count: Any, like: Array, into_BDS: Array, first: Any) -> None:
-    """Write float32 rows as lines of 16 rows, [N / 16, D / together, 16], from this block on."""
-    together = _together(like)
-    for block in range(count // LANES):
-        into_DS = into_BDS[first + block]
-        rows_SD = rows_ND[block * LANES : (block + 1) * LANES]
-        for d in range(0, rows_ND.shape[1], together):
-            into_S = into_DS[d // together]
-            if together == 2:
-                for lane in range(LANES):
-                    into_S[lane] = _pair(rows_SD[lane, d], rows_SD[lane, d + 1])
-            else:
-                for lane in range(LANES):
-                    into_S[lane] = _bits(rows_SD[lane, d])
 
 
 # Softmax
@@ -425,22 +301,6 @@ def _hide(scores_CQ: Array, prompt: Any, own: Any) -> None:
 # Both passes
 
 
-@kernel(ROUNDING_KEPT)
-def _write_scores(like: Array, keys: Any, rows: Any, count: Any, columns: Any, scores: Any) -> None:
-    """Write the products of so many keys with 16 rows, both packed for sums over `count` words; a line of the result is a key's."""
-    for c in range(0, columns, LANES):
-        _write_tile(like, keys + 4 * c * count, rows, count, scores + c * LINE, LINE)
-
-
-@kernel(ROUNDING_KEPT)
-def _write_sums(like: Array, weights: Any, keys_BCS: Array, columns: Any, into_QD: Array) -> None:
-    """Write the sums over so many keys of 16 queries' weights times what is packed of the keys."""
-    count, stride = columns // _together(like), 4 * into_QD.shape[1]
-    for block in range(keys_BCS.shape[0]):
-        lines, into = keys_BCS[block].ctypes.data, into_QD.ctypes.data + LINE * block
-        _write_tile(like, weights, lines, count, into, stride)
-
-
 @kernel(ROUNDING_KEPT, cached=True)
 def forward(
     qkv_NO: Array,
@@ -462,7 +322,7 @@ def forward(
     its first text and the one after its last, which all see the same prompt.
     """
     size = 2 * turns_NC2.shape[1]
-    heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, _padded(size)
+    heads, width = qkv_NO.shape[1] // size - 2 * kv_heads, padded_count(size)
     repeat = heads // kv_heads
     of_queries = Heads(qkv_NO, turns_NC2, query_norm_D, epsilon, inverse_root(np.float32(size)))
     of_keys = Heads(qkv_NO, turns_NC2, key_norm_D, epsilon, np.float32(1.0))
@@ -470,7 +330,7 @@ def forward(
     rows_LD = np.empty((longest, width), np.float32)
     queries_BDS = np.empty((longest // TILE, width, LANES), np.uint32)
     keys_BDS = np.empty((room // LANES, width, LANES), np.uint32)
-    values_BCS = np.empty((width // LANES, room // _together(qkv_NO), LANES), np.uint32)
+    values = empty_for_sums(room, width, qkv_NO)
     # Numba frees an array after its last use by name, so what is used by its address alone is a part of another.
     scores_2CQ = np.empty((2, room, TILE), np.float32)
     sums_QD, totals_Q = np.empty((TILE, width), np.float32), np.empty(TILE, np.float32)
@@ -481,24 +341,24 @@ def forward(
         chain, j = unit // kv_heads, unit % kv_heads
         first, last = chains_K2[chain]
         prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
-        own, key = _padded(prompt), (heads + j) * size
+        own, key = padded_count(prompt), (heads + j) * size
         value = key + kv_heads * size
         if prompt:
             _pack_for_output(
-                of_keys, key, value, prompt_start, prompt, rows_LD, keys_BDS, values_BCS, 0
+                of_keys, key, value, prompt_start, prompt, rows_LD, keys_BDS, values, 0
             )
         for m in range(first, last):
             start, length = texts_M4[m, 0], texts_M4[m, 1]
-            _pack_for_output(of_keys, key, value, start, length, rows_LD, keys_BDS, values_BCS, own)
+            _pack_for_output(of_keys, key, value, start, length, rows_LD, keys_BDS, values, own)
             for h in range(j * repeat, (j + 1) * repeat):
                 _rotate(of_queries, h * size, start, length, rows_LD)
-                _pack_along(rows_LD, _padded(length), rows_LD, queries_BDS, 0)
+                pack_along(rows_LD, padded_count(length), rows_LD, queries_BDS, 0)
                 for q in range(0, length, TILE):
                     columns, query = own + q + TILE, queries + 4 * q * width
-                    _write_scores(rows_LD, keys, query, width, columns, scores)
+                    write_scores(rows_LD, keys, query, width, columns, scores)
                     _hide(scores_2CQ[0, :columns], prompt, own)
                     _softmax(qkv_NO, scores, columns, weights, totals)
-                    _write_sums(qkv_NO, weights, values_BCS, columns, sums_QD)
+                    write_sums(qkv_NO, weights, values, columns, sums_QD)
                     for i in range(min(TILE, length - q)):
                         out_D, sums_D = out_NO[start + q + i, h * size : (h + 1) * size], sums_QD[i]
                         inverse = np.float32(1.0) / totals_Q[i]
@@ -515,15 +375,15 @@ def _pack_for_output(
     length: Any,
     rows_LD: Array,
     keys_BDS: Array,
-    values_BCS: Array,
+    values: Array,
     at: Any,
 ) -> None:
     """Pack the keys and values of a text or prompt, beginning at these columns, for the forward pass; the first becomes key `at`."""
     qkv_NO, size = of_keys.qkv_NO, 2 * of_keys.turns_NC2.shape[1]
     _rotate(of_keys, key, start, length, rows_LD)
-    _pack_along(rows_LD, _padded(length), rows_LD, keys_BDS, at // LANES)
+    pack_along(rows_LD, padded_count(length), rows_LD, keys_BDS, at // LANES)
     _widen(qkv_NO, value, size, start, length, rows_LD)
-    _pack_across(rows_LD, _padded(length), qkv_NO, values_BCS, at // _together(qkv_NO))
+    pack_for_sums(rows_LD, padded_count(length), qkv_NO, values, at // numbers_per_word(qkv_NO))
 
 
 @kernel(ROUNDING_KEPT)
@@ -531,7 +391,7 @@ def _room(texts_M4: Array) -> Any:
     """The most tokens of a text or prompt, and the most keys that a text sees, both with padding."""
     longest, room = 0, 0
     for m in range(len(texts_M4)):
-        length, prompt = _padded(texts_M4[m, 1]), _padded(texts_M4[m, 3])
+        length, prompt = padded_count(texts_M4[m, 1]), padded_count(texts_M4[m, 3])
         longest, room = max(longest, length, prompt), max(room, length + prompt)
     return longest, room
 
@@ -562,13 +422,13 @@ def backward(
     repeat = heads // kv_heads
     of_queries = Heads(qkv_NO, turns_NC2, query_norm_D, epsilon, inverse_root(np.float32(size)))
     of_keys = Heads(qkv_NO, turns_NC2, key_norm_D, epsilon, np.float32(1.0))
-    memory = _memory_of_backward(qkv_NO, texts_M4, _padded(size))
+    memory = _memory_of_backward(qkv_NO, texts_M4, padded_count(size))
     d_keys_CD, d_values_CD = memory.d_keys_CD, memory.d_values_CD
     for unit in range(first_unit, last_unit):
         chain, j = unit // kv_heads, unit % kv_heads
         first, last = chains_K2[chain]
         prompt_start, prompt = texts_M4[first, 2], texts_M4[first, 3]
-        own, key = _padded(prompt), (heads + j) * size
+        own, key = padded_count(prompt), (heads + j) * size
         value = key + kv_heads * size
         if prompt:
             _pack_for_gradient(of_keys, key, value, prompt_start, prompt, memory, 0)
@@ -586,15 +446,15 @@ def backward(
 
 
 class Memory(NamedTuple):
-    """What `backward` computes with: rows in float32, matrices packed along (BDS) and across (BCS, BGS), weights and gradients."""
+    """What `backward` computes with: rows in float32, packed matrices, weights and gradients."""
 
     rows_LD: Array
     d_out_LD: Array
     queries_BDS: Array
     d_out_BDS: Array
     keys_BDS: Array
-    values_BDS: Array
-    keys_BCS: Array
+    values_of_scores: Array
+    keys_of_sums: Array
     queries_BGS: Array
     d_out_BGS: Array
     scores_3CQ: Array
@@ -609,18 +469,18 @@ class Memory(NamedTuple):
 @kernel(ROUNDING_KEPT)
 def _memory_of_backward(like: Array, texts_M4: Array, width: Any) -> Any:
     """Memory for the longest text, and for one that sees the most keys."""
-    (longest, room), together = _room(texts_M4), _together(like)
+    (longest, room), per_word = _room(texts_M4), numbers_per_word(like)
     tiles, blocks = longest // TILE, width // LANES
     return Memory(
         np.empty((longest, width), np.float32),
         np.empty((longest, width), np.float32),
         np.empty((tiles, width, LANES), np.uint32),
-        np.empty((tiles, width // together, LANES), np.uint32),
+        np.empty((tiles, width // per_word, LANES), np.uint32),
         np.empty((room // LANES, width, LANES), np.uint32),
-        np.empty((room // LANES, width // together, LANES), np.uint32),
-        np.empty((blocks, room // together, LANES), np.uint32),
-        np.empty((blocks, GROUP // together, LANES), np.uint32),
-        np.empty((blocks, GROUP // together, LANES), np.uint32),
+        empty_for_scores(room, width, like),
+        empty_for_sums(room, width, like),
+        np.empty((blocks, GROUP // per_word, LANES), np.uint32),
+        np.empty((blocks, GROUP // per_word, LANES), np.uint32),
         np.empty((3, room, TILE), np.float32),
         np.empty((room, GROUP), like.dtype),
         np.empty((room, GROUP), like.dtype),
@@ -636,12 +496,12 @@ def _pack_for_gradient(
 ) -> None:
     """As `_pack_for_output`, for the backward pass; the gradients of these keys and values become 0."""
     qkv_NO, size, rows_LD = of_keys.qkv_NO, 2 * of_keys.turns_NC2.shape[1], memory.rows_LD
-    padded = _padded(length)
+    padded = padded_count(length)
     _rotate(of_keys, key, start, length, rows_LD)
-    _pack_along(rows_LD, padded, rows_LD, memory.keys_BDS, at // LANES)
-    _pack_across(rows_LD, padded, qkv_NO, memory.keys_BCS, at // _together(qkv_NO))
+    pack_along(rows_LD, padded, rows_LD, memory.keys_BDS, at // LANES)
+    pack_for_sums(rows_LD, padded, qkv_NO, memory.keys_of_sums, at // numbers_per_word(qkv_NO))
     _widen(qkv_NO, value, size, start, length, rows_LD)
-    _pack_along(rows_LD, padded, qkv_NO, memory.values_BDS, at // LANES)
+    pack_for_scores(rows_LD, padded, qkv_NO, memory.values_of_scores, at // LANES)
     memory.d_keys_CD[at : at + padded] = np.float32(0.0)
     memory.d_values_CD[at : at + padded] = np.float32(0.0)
 
@@ -659,15 +519,15 @@ def _backward_head(
 ) -> None:
     """Write the gradients of the queries of a text in the head at this column, and add those of the keys and values that they see."""
     qkv_NO, size = of_queries.qkv_NO, 2 * of_queries.turns_NC2.shape[1]
-    rows_LD, d_out_LD, padded = memory.rows_LD, memory.d_out_LD, _padded(length)
+    rows_LD, d_out_LD, padded = memory.rows_LD, memory.d_out_LD, padded_count(length)
     _rotate(of_queries, column, start, length, rows_LD)
-    _pack_along(rows_LD, padded, rows_LD, memory.queries_BDS, 0)
+    pack_along(rows_LD, padded, rows_LD, memory.queries_BDS, 0)
     _widen(d_out_NO, column, size, start, length, d_out_LD)
-    _pack_along(d_out_LD, padded, qkv_NO, memory.d_out_BDS, 0)
+    pack_along(d_out_LD, padded, qkv_NO, memory.d_out_BDS, 0)
     for group in range(0, padded, GROUP):
-        end, own = min(padded, group + GROUP), _padded(prompt)
-        _pack_across(rows_LD[group:end], end - group, qkv_NO, memory.queries_BGS, 0)
-        _pack_across(d_out_LD[group:end], end - group, qkv_NO, memory.d_out_BGS, 0)
+        end, own = min(padded, group + GROUP), padded_count(prompt)
+        pack_across(rows_LD[group:end], end - group, qkv_NO, memory.queries_BGS, 0)
+        pack_across(d_out_LD[group:end], end - group, qkv_NO, memory.d_out_BGS, 0)
         for q in range(group, end, TILE):
             _backward_tile(qkv_NO, prompt, q, q - group, memory)
             count = min(TILE, length - q)
@@ -683,19 +543,19 @@ def _backward_head(
 @kernel(ROUNDING_KEPT)
 def _backward_tile(like: Array, prompt: Any, q: Any, within: Any, memory: Memory) -> None:
     """Write the gradients of 16 rotated queries, and P and dS of their group from column `within` on."""
-    own, width, room = _padded(prompt), memory.rows_LD.shape[1], memory.scores_3CQ.shape[1]
-    columns, words = own + q + TILE, width // _together(like)
+    own, width, room = padded_count(prompt), memory.rows_LD.shape[1], memory.scores_3CQ.shape[1]
+    columns, words = own + q + TILE, width // numbers_per_word(like)
     scores = memory.scores_3CQ.ctypes.data
     d_p, d_scores = scores + room * LINE, scores + 2 * room * LINE
     query = memory.queries_BDS.ctypes.data + 4 * q * width
     d_output = memory.d_out_BDS.ctypes.data + 4 * q * words
-    _write_scores(memory.rows_LD, memory.keys_BDS.ctypes.data, query, width, columns, scores)
-    _write_scores(like, memory.values_BDS.ctypes.data, d_output, words, columns, d_p)
+    write_scores(memory.rows_LD, memory.keys_BDS.ctypes.data, query, width, columns, scores)
+    write_scores(like, memory.values_of_scores.ctypes.data, d_output, words, columns, d_p)
     _hide(memory.scores_3CQ[0, :columns], prompt, own)
     p = memory.p_CG.ctypes.data + within * like.itemsize
     d = memory.d_CG.ctypes.data + within * like.itemsize
     _softmax_gradient(like, scores, d_p, columns, p, d, d_scores)
-    _write_sums(like, d_scores, memory.keys_BCS, columns, memory.d_queries_QD)
+    write_sums(like, d_scores, memory.keys_of_sums, columns, memory.d_queries_QD)
 
 
 @kernel(ROUNDING_KEPT)
@@ -703,16 +563,16 @@ def _add_key_gradients(
     like: Array, group: Any, end: Any, own: Any, weights_CG: Array, lines_BGS: Array, into_CD: Array
 ) -> None:
     """Add the products of keys' weights for the queries of a group, with the lines of these queries."""
-    together, width = _together(like), into_CD.shape[1]
+    per_word, width = numbers_per_word(like), into_CD.shape[1]
     weights, lines, into = weights_CG.ctypes.data, lines_BGS.ctypes.data, into_CD.ctypes.data
     for c in range(0, own + end, LANES):
         # The group's queries before these keys do not see them.
         before = max(0, c - own - group)
         words = weights + (c * GROUP + before) * weights_CG.itemsize
         for block in range(width // LANES):
-            line = lines + LINE * (block * (GROUP // together) + before // together)
-            at, count = into + 4 * c * width + LINE * block, (end - group - before) // together
-            _add_tile(like, words, line, count, at, 4 * width)
+            line = lines + LINE * (block * (GROUP // per_word) + before // per_word)
+            at, count = into + 4 * c * width + LINE * block, (end - group - before) // per_word
+            add_sums(like, words, line, count, at, 4 * width)
 
 
 @kernel(ROUNDING_KEPT, cached=True)

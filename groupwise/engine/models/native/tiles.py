@@ -16,6 +16,7 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 
+from groupwise.engine.models.native.facts import LANES
 from groupwise.engine.models.native.vector_code import BYTE, HALF, VectorCode
 
 WIDTH = 64
@@ -49,33 +50,43 @@ class _Tile(ir.types.Type):
 
 
 class TileCode:
-    """Writes code for tiles of `rows` rows, at most 16."""
+    """Writes code for tile registers; addresses, offsets, strides and depths are in bytes."""
 
-    def __init__(self, code: VectorCode, rows: int) -> None:
-        self._code, self._rows = code, rows
-        self._width = ir.Constant(HALF, WIDTH)
+    def __init__(self, code: VectorCode) -> None:
+        self._code = code
 
-    def zero(self) -> Any:
+    def zero(self, rows: int) -> Any:
         """A tile of zeros."""
-        return self._call("tilezero", _Tile(), [], rows=self._rows)
+        return self._call("tilezero", _Tile(), (rows, WIDTH), [])
 
-    def load(self, address: Any, offset: Any, stride: Any, *, rows: int | None = None) -> Any:
-        """Load rows that are `stride` bytes apart."""
+    def load(
+        self, address: Any, offset: Any, stride: Any, rows: int = LANES, width: int = WIDTH
+    ) -> Any:
+        """Load rows that are `stride` apart."""
         pointer = self._code.at(address, offset, BYTE)
-        return self._call("tileloadd64", _Tile(), [pointer, stride], rows=rows or self._rows)
+        return self._call("tileloadd64", _Tile(), (rows, width), [pointer, stride])
 
-    def store(self, tile: Any, address: Any, offset: Any, stride: Any) -> None:
-        """Store rows that are `stride` bytes apart."""
+    def store(self, tile: Any, address: Any, offset: Any, stride: Any, rows: int = LANES) -> None:
+        """Store rows that are `stride` apart."""
         pointer = self._code.at(address, offset, BYTE)
-        self._call("tilestored64", ir.VoidType(), [pointer, stride, tile], rows=self._rows)
+        self._call("tilestored64", ir.VoidType(), (rows, WIDTH), [pointer, stride, tile])
 
-    def multiply(self, instruction: str, total: Any, left: Any, right: Any) -> Any:
-        """`total` plus the product of the rows of `left` with the outputs of `right`."""
-        return self._call(instruction, _Tile(), [self._width, total, left, right], rows=self._rows)
+    def multiply(
+        self,
+        instruction: str,
+        total: Any,
+        left: Any,
+        right: Any,
+        rows: int = LANES,
+        depth: int = WIDTH,
+    ) -> Any:
+        """`total` plus the product of the rows of `left`, which are `depth` wide, with the words of `right`, one for each output."""
+        return self._call(instruction, _Tile(), (rows, WIDTH, depth), [total, left, right])
 
-    def _call(self, name: str, result: Any, operands: list[Any], rows: int) -> Any:
-        """Call an intrinsic function, whose first arguments are the height of a tile and its width in bytes."""
-        sizes = [ir.Constant(HALF, rows), self._width]
-        kinds = [each.type for each in (*sizes, *operands)]
-        function = self._code.function(f"llvm.x86.{name}.internal", result, kinds)
-        return self._code.builder.call(function, [*sizes, *operands])
+    def _call(self, name: str, result: Any, sizes: tuple[int, ...], operands: list[Any]) -> Any:
+        """Call an intrinsic function, whose first arguments are the sizes of tiles."""
+        given = [*(ir.Constant(HALF, size) for size in sizes), *operands]
+        function = self._code.function(
+            f"llvm.x86.{name}.internal", result, [each.type for each in given]
+        )
+        return self._code.builder.call(function, given)

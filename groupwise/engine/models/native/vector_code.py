@@ -75,6 +75,19 @@ class VectorCode:
         vector = self.builder.insert_element(nothing, number, first)
         return self.builder.shuffle_vector(vector, nothing, ir.Constant(WORDS, [0] * LANES))
 
+    def transposed(self, rows: list[Any]) -> list[Any]:
+        """The columns of 16 vectors: four times, the numbers of the first half of them are interleaved with those of the second half."""
+        low = [number // 2 + LANES * (number % 2) for number in range(LANES)]
+        masks = [ir.Constant(WORDS, [place + first for place in low]) for first in (0, LANES // 2)]
+        for _ in range(4):
+            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+            rows = [
+                self.builder.shuffle_vector(upper, lower, mask)
+                for upper, lower in pairs
+                for mask in masks
+            ]
+        return rows
+
     def fused(self, left: Any, right: Any, total: Any) -> Any:
         """`left · right + total`, rounded once."""
         fma = self.function("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
