@@ -9,6 +9,7 @@ bfloat16 is passed as uint16, the upper half of a float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numba
@@ -291,10 +292,10 @@ def compute_head(
         into_D[2 * c + 1] = x * sin + y * cos
 
 
-def _score_code(queries: int) -> Any:
-    """Code for the products of some queries with 16 keys.
+def _score_code(queries: int, blocks: int) -> Any:
+    """Code for the products of some queries with the keys of some blocks of 16, whose sums do not wait for each other.
 
-    Its arguments are the queries and their stride, keys [D, 16], D, the scores and their stride: addresses, and strides in bytes.
+    Its arguments are the queries and their stride, keys [blocks, D, 16], D, the scores and their stride: addresses, and strides in bytes.
     """
 
     def typed(
@@ -304,18 +305,21 @@ def _score_code(queries: int) -> Any:
             query, query_stride, keys, size, scores, stride = args
             code = VectorCode(builder)
             rows = code.addresses(query, query_stride, queries)
+            width = code.number(4 * STRETCH)
+            of_blocks = code.addresses(keys, builder.mul(size, width), blocks)
 
             def add(d: Any, sums: list[Any]) -> list[Any]:
-                keys16 = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
+                offset = builder.mul(d, width)
+                lines = [code.load(block, offset) for block in of_blocks]
                 offset = builder.mul(d, code.number(4))
-                return [
-                    code.fused(code.spread(row, offset), keys16, total)
-                    for row, total in zip(rows, sums, strict=True)
-                ]
+                numbers = [code.spread(row, offset) for row in rows]
+                pairs = product(numbers, lines)
+                return [code.fused(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-            sums = code.loop(size, [ir.Constant(FLOATS, [0.0] * LANES)] * queries, add)
-            for total, row in zip(sums, code.addresses(scores, stride, queries), strict=True):
-                code.store(total, row, code.number(0))
+            begun = [ir.Constant(FLOATS, [0.0] * LANES)] * (queries * blocks)
+            into = product(code.addresses(scores, stride, queries), range(blocks))
+            for total, (row, block) in zip(code.loop(size, begun, add), into, strict=True):
+                code.store(total, row, code.number(block * 4 * STRETCH))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), score
@@ -323,8 +327,8 @@ def _score_code(queries: int) -> Any:
     return intrinsic(typed)
 
 
-def _values_code(queries: int) -> Any:
-    """Code that adds 16 numbers of every value, each value multiplied by its weight for each query.
+def _values_code(queries: int, blocks: int) -> Any:
+    """Code that adds some blocks of 16 numbers of every value, each value multiplied by its weight for each query.
 
     Its arguments are the weights and their stride, the values and their stride, the number of values, the sums and their stride, and an
     array in the format of the values.
@@ -347,21 +351,25 @@ def _values_code(queries: int) -> Any:
             weights, weights_stride, values, values_stride, count, sums, stride, _ = args
             code = VectorCode(builder)
             rows = code.addresses(weights, weights_stride, queries)
-            addresses = code.addresses(sums, stride, queries)
+            load, width = (code.load_halves, 2 * LANES) if halves else (code.load, 4 * LANES)
 
             def add(t: Any, now: list[Any]) -> list[Any]:
-                offset = builder.mul(t, values_stride)
-                line = code.load_halves(values, offset) if halves else code.load(values, offset)
-                offset = builder.mul(t, code.number(4))
-                return [
-                    code.fused(code.spread(row, offset), line, total)
-                    for row, total in zip(rows, now, strict=True)
+                first = builder.mul(t, values_stride)
+                lines = [
+                    load(values, builder.add(first, code.number(width * n))) for n in range(blocks)
                 ]
+                offset = builder.mul(t, code.number(4))
+                numbers = [code.spread(row, offset) for row in rows]
+                pairs = product(numbers, lines)
+                return [code.fused(*pair, total) for pair, total in zip(pairs, now, strict=True)]
 
-            zero = code.number(0)
-            totals = code.loop(count, [code.load(address, zero) for address in addresses], add)
-            for total, address in zip(totals, addresses, strict=True):
-                code.store(total, address, zero)
+            places = [
+                (address, code.number(4 * LANES * block))
+                for address, block in product(code.addresses(sums, stride, queries), range(blocks))
+            ]
+            totals = code.loop(count, [code.load(*place) for place in places], add)
+            for total, place in zip(totals, places, strict=True):
+                code.store(total, *place)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7, like), add_values
@@ -369,8 +377,60 @@ def _values_code(queries: int) -> Any:
     return intrinsic(typed)
 
 
-_score_1, _score_2, _score_3, _score_4 = map(_score_code, (1, 2, 3, 4))
-_values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
+BLOCKS = 2
+"""Blocks of 16 keys, or of 16 numbers of values, that are computed at once."""
+
+
+def _scores_of(blocks: int) -> Any:
+    """A kernel that writes the products of up to 4 queries with so many blocks of keys."""
+    one, two, three, four = (_score_code(queries, blocks) for queries in (1, 2, 3, 4))
+
+    @kernel(ROUNDING_KEPT)
+    def write(
+        queries: Any, query: Any, query_stride: Any, keys: Any, size: Any, into: Any, stride: Any
+    ) -> None:
+        if queries >= 4:
+            four(query, query_stride, keys, size, into, stride)
+        elif queries == 3:
+            three(query, query_stride, keys, size, into, stride)
+        elif queries == 2:
+            two(query, query_stride, keys, size, into, stride)
+        else:
+            one(query, query_stride, keys, size, into, stride)
+
+    return write
+
+
+def _values_of(blocks: int) -> Any:
+    """A kernel that adds so many blocks of 16 numbers of values for up to 4 queries."""
+    one, two, three, four = (_values_code(queries, blocks) for queries in (1, 2, 3, 4))
+
+    @kernel(ROUNDING_KEPT)
+    def add(
+        queries: Any,
+        weights: Any,
+        weights_stride: Any,
+        values: Any,
+        values_stride: Any,
+        count: Any,
+        sums: Any,
+        stride: Any,
+        like: Array,
+    ) -> None:
+        if queries >= 4:
+            four(weights, weights_stride, values, values_stride, count, sums, stride, like)
+        elif queries == 3:
+            three(weights, weights_stride, values, values_stride, count, sums, stride, like)
+        elif queries == 2:
+            two(weights, weights_stride, values, values_stride, count, sums, stride, like)
+        else:
+            one(weights, weights_stride, values, values_stride, count, sums, stride, like)
+
+    return add
+
+
+_score_one, _score_more = _scores_of(1), _scores_of(BLOCKS)
+_add_one, _add_more = _values_of(1), _values_of(BLOCKS)
 
 
 @kernel(ROUNDING_KEPT)
@@ -379,25 +439,52 @@ def _score_blocks(
 ) -> None:
     """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
-    room = 4 * scores_RX.shape[1]
-    for block in range(blocks):
-        keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
-        into = scores_RX.ctypes.data + 4 * (start + block * STRETCH)
-        for r in range(0, repeat, 4):
-            query, output = queries_RD.ctypes.data + 4 * r * size, into + r * room
-            if repeat - r >= 4:
-                _score_4(query, 4 * size, keys, size, output, room)
-            elif repeat - r == 3:
-                _score_3(query, 4 * size, keys, size, output, room)
-            elif repeat - r == 2:
-                _score_2(query, 4 * size, keys, size, output, room)
-            else:
-                _score_1(query, 4 * size, keys, size, output, room)
+    room, whole = 4 * scores_RX.shape[1], blocks // BLOCKS * BLOCKS
+    for r in range(0, repeat, 4):
+        query = queries_RD.ctypes.data + 4 * r * size
+        for block in range(0, whole, BLOCKS):
+            keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
+            into = scores_RX.ctypes.data + 4 * (start + block * STRETCH) + r * room
+            _score_more(repeat - r, query, 4 * size, keys, size, into, room)
+        for block in range(whole, blocks):
+            keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
+            into = scores_RX.ctypes.data + 4 * (start + block * STRETCH) + r * room
+            _score_one(repeat - r, query, 4 * size, keys, size, into, room)
 
 
-@kernel(ANY_ORDER | {"nnan"})
+def _typed_highest(_: Any, numbers: Any, address: Any, count: Any) -> Any:
+    halves = numbers.dtype == types.uint16
+
+    def highest(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        code = VectorCode(builder)
+        load, size = (code.load_halves, 2) if halves else (code.load, 4)
+        _, address, count = args
+
+        def compare(first: Any, now: Any) -> Any:
+            line = load(address, builder.mul(first, code.number(size)))
+            return builder.select(builder.fcmp_ordered(">", line, now), line, now)
+
+        lanes = code.number(LANES)
+        begun = compare(builder.sub(count, lanes), ir.Constant(FLOATS, [float("-inf")] * LANES))
+        (ended,) = code.loop(
+            builder.sdiv(count, lanes),
+            [begun],
+            lambda number, now: [compare(builder.mul(number, lanes), now[0])],
+        )
+        return code.highest(ended)
+
+    return types.float32(numbers, types.int64, types.int64), highest
+
+
+_highest_of_vectors: Any = intrinsic(_typed_highest)
+"""Called with an array, the address of its numbers, none of which is NaN, and their count, at least 16: returns the highest."""
+
+
+@kernel(ROUNDING_KEPT)
 def highest_score(scores_T: Array) -> Any:
     """The highest score; the result is undefined if one is NaN."""
+    if scores_T.shape[0] >= LANES:
+        return _highest_of_vectors(scores_T, scores_T.ctypes.data, scores_T.shape[0])
     highest = np.float32(-np.inf)
     for t in range(scores_T.shape[0]):
         score = to_float32(scores_T[t])
@@ -424,19 +511,17 @@ def _add_values(
     """Add the first `count` values, each multiplied by its weight; the weights are in the columns from `start` on."""
     repeat, size = sums_RD.shape
     room, width = 4 * weights_RX.shape[1], values_TD.itemsize * size
-    for d in range(0, size, LANES):
-        values = values_TD.ctypes.data + values_TD.itemsize * d
-        for r in range(0, repeat, 4):
-            weights = weights_RX.ctypes.data + r * room + 4 * start
+    whole = size // (BLOCKS * LANES) * BLOCKS * LANES
+    for r in range(0, repeat, 4):
+        weights = weights_RX.ctypes.data + r * room + 4 * start
+        for d in range(0, whole, BLOCKS * LANES):
+            values = values_TD.ctypes.data + values_TD.itemsize * d
             sums = sums_RD.ctypes.data + 4 * (r * size + d)
-            if repeat - r >= 4:
-                _values_4(weights, room, values, width, count, sums, 4 * size, values_TD)
-            elif repeat - r == 3:
-                _values_3(weights, room, values, width, count, sums, 4 * size, values_TD)
-            elif repeat - r == 2:
-                _values_2(weights, room, values, width, count, sums, 4 * size, values_TD)
-            else:
-                _values_1(weights, room, values, width, count, sums, 4 * size, values_TD)
+            _add_more(repeat - r, weights, room, values, width, count, sums, 4 * size, values_TD)
+        for d in range(whole, size, LANES):
+            values = values_TD.ctypes.data + values_TD.itemsize * d
+            sums = sums_RD.ctypes.data + 4 * (r * size + d)
+            _add_one(repeat - r, weights, room, values, width, count, sums, 4 * size, values_TD)
 
 
 @kernel(ROUNDING_KEPT)

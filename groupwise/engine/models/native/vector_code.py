@@ -88,6 +88,11 @@ class VectorCode:
             ]
         return rows
 
+    def highest(self, vector: Any) -> Any:
+        """The highest number of a vector without NaN."""
+        highest = self.function("llvm.vector.reduce.fmax.v16f32", FLOATS.element, [FLOATS])
+        return self.builder.call(highest, [vector])
+
     def fused(self, left: Any, right: Any, total: Any) -> Any:
         """`left · right + total`, rounded once."""
         fma = self.function("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
