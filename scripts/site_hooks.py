@@ -67,6 +67,8 @@ if (location.protocol === "file:") {
 """The theme would load such a script from unpkg.com."""
 LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", *AT_THE_TOP)
 """Pages that a search shows after the others."""
+MORE_FOUND = ("configuration", "commands")
+"""Pages that it shows before the others: the names of keys and options are often searched for."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -113,6 +115,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     commands.md with the help of each command."""
     if page.file.src_uri.startswith(LESS_FOUND):
         page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri.startswith(MORE_FOUND):
+        page.meta["search"] = {"boost": 2}
     if page.file.src_uri in AT_THE_TOP:
         return markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
