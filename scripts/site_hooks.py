@@ -1,4 +1,5 @@
-"""What `make docs` adds to mkdocs: its navigation, the pages at the top of the repository, and what Python names are.
+"""What `make docs` adds to mkdocs: its navigation, the pages at the top of the repository, what Python names are, and the help of
+commands.
 
 The navigation is read from docs/index.md, the one list of all pages: a `##` heading is a section, a `###` heading a part of it, and a
 link in a list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the
@@ -11,17 +12,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from typer.core import TyperGroup
 
 import groupwise
+from groupwise.cli import main
 
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
 TABLE = re.compile(r"^\| name \| meaning \|\n(?:\|.*\n?)+", re.MULTILINE)
+COMMANDS = re.compile(r"^(## `([\w -]+)`\n\n)\| command \| does \|\n(?:\|.*\n?)+", re.MULTILINE)
 NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 LOADED = re.compile(r"(?:src=|<link [^>]*href=)[\"']https?://[^\"']*")
 STYLE = """
@@ -62,6 +67,8 @@ if (location.protocol === "file:") {
 """The theme would load such a script from unpkg.com."""
 LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", *AT_THE_TOP)
 """Pages that a search shows after the others."""
+MORE_FOUND = ("configuration", "commands")
+"""Pages that it shows before the others: the names of keys and options are often searched for."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -104,14 +111,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links between docs/ and the top of the repository, as they are within the site; python.md with a directive for each of its names."""
+    """Links between docs/ and the top of the repository, as they are within the site; python.md with a directive for each of its names,
+    commands.md with the help of each command."""
     if page.file.src_uri.startswith(LESS_FOUND):
         page.meta["search"] = {"boost": 0.2}
+    if page.file.src_uri.startswith(MORE_FOUND):
+        page.meta["search"] = {"boost": 2}
     if page.file.src_uri in AT_THE_TOP:
         return markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
     for name in AT_THE_TOP:
         markdown = markdown.replace(f"]({up}../{name}", f"]({up}{name}")
+    if page.file.src_uri == "commands.md":
+        return with_help(markdown)
     return described(markdown) if page.file.src_uri == "python.md" else markdown
 
 
@@ -129,6 +141,25 @@ def on_post_page(output: str, page: Page, **_: Any) -> str:
     if elsewhere := LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} loads {elsewhere[0]}")
     return output
+
+
+def with_help(markdown: str) -> str:
+    """Each table of commands, as sections with their help. A group has its commands further down."""
+    program = typer.main.get_command(main.app)
+    sections = dict[str, str]()
+
+    def add(words: str, group: Any) -> None:
+        sections[words] = ""
+        for name, command in main.visible_commands(group):
+            if isinstance(command, TyperGroup):
+                add(f"{words} {name}", command)
+            else:
+                context = typer.Context(command, info_name=f"{words} {name}", terminal_width=80)
+                help_text = command.get_help(context).replace("```", "")
+                sections[words] += f"### `{words} {name}`\n\n```text\n{help_text}\n```\n\n"
+
+    add("groupwise", program)
+    return COMMANDS.sub(lambda table: table[1] + sections[table[2]], markdown)
 
 
 def described(markdown: str) -> str:

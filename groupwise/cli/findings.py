@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 
+from groupwise.cli.output import has_colours
 from groupwise.cli.printing import fold
 from groupwise.core.findings import Finding, Level, Report
 from groupwise.core.terminal.text import clean
@@ -90,5 +90,5 @@ def _format_number(value: float | None) -> str:
 
 
 def _echo(text: str) -> None:
-    """Print a line, with colours unless NO_COLOR is set (https://no-color.org)."""
-    typer.echo(text, color=False if os.environ.get("NO_COLOR") else None)
+    """Print a line, with its colours if the terminal may have them."""
+    typer.echo(text, color=has_colours(sys.stdout))

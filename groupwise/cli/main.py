@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -151,6 +151,42 @@ for name, module, summary in (
     app.add_typer(
         typer.Typer(cls=group, no_args_is_help=True, rich_markup_mode=None), name=name, help=summary
     )
+
+
+def documentation() -> dict[str, str]:
+    """docs/commands.md: what each command does, a table for each group of commands."""
+    text = COMMANDS
+    for words, group in _groups((PROGRAM,), typer.main.get_command(app)):
+        text += f"\n## `{' '.join(words)}`\n\n| command | does |\n|---|---|\n"
+        for name, one in visible_commands(group):
+            text += f"| `{' '.join((*words, name))}` | {one.get_short_help_str(limit=1000)} |\n"
+    return {"commands.md": text}
+
+
+COMMANDS = """# Commands
+
+```console
+groupwise --help
+groupwise runs export --help
+```
+
+The first command lists all commands, the second the arguments and options of one. In the site (`make docs`) this page has them too.
+`groupwise-train-grpo` is a program of its own, with [its flags](how-to/init.md#grpo-from-flags).
+"""
+
+
+def visible_commands(group: Any) -> list[tuple[str, Any]]:
+    """The commands of a group with their names, as its help lists them."""
+    context = typer.Context(group)
+    found = ((name, group.get_command(context, name)) for name in group.list_commands(context))
+    return [(name, one) for name, one in found if not one.hidden]
+
+
+def _groups(words: tuple[str, ...], group: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, group
+    for name, one in visible_commands(group):
+        if isinstance(one, TyperGroup):
+            yield from _groups((*words, name), one)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -225,3 +225,8 @@ class LogWriter:
 def is_terminal(stream: TextIO) -> bool:
     """True if the stream is a terminal, so that a person reads it."""
     return stream.isatty()
+
+
+def has_colours(stream: TextIO) -> bool:
+    """True for a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.cli.options import AsJson, command, flag, option
-from groupwise.cli.output import write_json
+from groupwise.cli.output import has_colours, write_json
 from groupwise.cli.printing import (
     RUNS,
     RunArgument,
@@ -177,7 +177,7 @@ def plot(
         write_json({"run": path.name, "metric": metric, "points": points, **extra})
         return
     width = min(shutil.get_terminal_size().columns, 100)
-    print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
+    print_text(terminal_curve(series, width, title=title, colour=has_colours(sys.stdout)))
 
 
 command(app, "compare")(compare)

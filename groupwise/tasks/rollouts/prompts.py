@@ -160,11 +160,11 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     marks = _template_marks(tokenizer)
     if ready := [mark for text in texts for mark in marks if mark in text]:
         return [
-            f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
+            f"prompts that are text hold {ready[0]!r} of the chat template: they are used unchanged, and no template is applied"
         ]
     return [
-        f"{len(texts)} of {len(examples)} prompts are text, which the model goes on with as it stands, without its chat template. Where a "
-        "user is meant to say it, give a list of messages, or set data.prompt_format to chat"
+        f"{len(texts)} of {len(examples)} prompts are text, which the model continues, without its chat template. For a question of "
+        "a user, give a list of messages, or set data.prompt_format to chat"
     ]
 
 

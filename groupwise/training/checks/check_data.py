@@ -264,7 +264,7 @@ def _odd_prompt_findings(name: str, warnings: Iterable[str]) -> Iterator[Finding
             f"{name}: prompts",
             "warning",
             warning,
-            "the model may be asked otherwise than is meant",
+            "the model may not see the prompt that you mean",
             "look at the first prompts, which --json shows as the model sees them",
         )
 

@@ -273,7 +273,7 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
             "rewards",
             "problem",
             f"the environment gave no reward in {count}, and there is no get_reward_funcs",
-            "a rollout that is given nothing counts as 0, and from rewards that never vary nothing is learnt",
+            "a rollout without a reward counts as 0, and nothing is learnt from rewards that never vary",
             "return Step(reward=...), or add a method `reward` or the hook get_reward_funcs; where only a win is rewarded, give "
             "0 for what is lost",
             {"games": len(scored_games), "rewarded": 0},

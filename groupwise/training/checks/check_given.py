@@ -190,9 +190,9 @@ def _spread_of_given(
             "warning",
             measured,
             "members of a group are compared with each other, and here they hardly ever earn anything different",
-            "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
+            "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), because the members of a group are alike"
             if distinct_fraction < MIN_DISTINCT
-            else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
+            else "begin with prompts that are sometimes solved, pay for parts of an answer, or warm the model up first (warm_up)",
             data,
         )
     return Finding("given completions", "ok", measured, data=data)
@@ -213,7 +213,7 @@ def _judge_solved(
             "given: solved",
             "warning",
             f"none of {len(successes)} counts as solved (eval.success_threshold, eval.success_part)",
-            "a reward that is paid for right answers alone cannot rise from here; one that pays for steps towards them can",
+            "a reward for right answers alone cannot rise from here; one for steps towards them can",
             "begin with easier examples or with hints in the prompt, warm the model up first (warm_up), or say in the config what counts",
             {"completions": len(successes)},
         )

@@ -231,7 +231,7 @@ def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | 
             "warning",
             f"every completion of every row earns {values[0]:.4g}, in whichever of {len(LAYOUTS)} ways the gold answer was written",
             "either the reward never varies, or right completions look different",
-            "add a column `gold_completion` with completions as they should be, which is used as it stands",
+            "add a column `gold_completion` with completions as they should be, which is used unchanged",
             data,
         )
     if is_constant(values):
@@ -313,7 +313,7 @@ def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) ->
             "warning",
             f"in {len(tied_pairs)} of {len(pairs)} rows a wrong completion earns as much as gold; row {right.example}: "
             f"{wrong.kind}, {_verdict_reward(wrong):.4g}",
-            "the right answer is not told apart from that",
+            "the reward does not tell right from wrong there",
             f"look at these rows{layout_hint}",
             data,
         )
@@ -368,7 +368,7 @@ def judge_cheap(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Fi
             kind,
             level,
             f"{description} earns {mean:.0%} of the way from the worst completion to gold",
-            "a policy finds that first, and may stay there" if level == "warning" else "",
+            "a policy learns that first, and may stay there" if level == "warning" else "",
             "give it less than an honest wrong answer" if level == "warning" else "",
             {"share_of_gold": mean},
         )
@@ -421,7 +421,7 @@ def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]
         "determinism",
         "warning",
         f"a second call gives something else for {len(differences)} of {len(first)} completions: {differences[0]}",
-        "repeated runs and resumes will differ, and chance is learnt from",
+        "repeated runs and resumes will differ, and the policy learns from chance",
         "seed what is random by the completion's text; a judge wants temperature 0",
         data,
     )

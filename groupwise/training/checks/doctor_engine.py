@@ -185,7 +185,7 @@ def judge_gap(
             "problem",
             f"{measured}; {MAX_GAP} is where a run warns",
             "sampler and learner do not compute the same policy: what is learnt is not what was sampled",
-            "model.dtype=float32 shows whether rounding is to blame; otherwise another temperature, dropout or other weights act",
+            "model.dtype=float32 shows whether rounding is to blame; otherwise one side has another temperature, dropout or other weights",
             data,
         )
     if dtype == "float32" and mean > EXACT_GAP:
@@ -193,7 +193,7 @@ def judge_gap(
             name,
             "problem",
             f"{measured}; rounding explains less than 0.0001",
-            "sampler and learner do not compute the same: another temperature, dropout or other weights act on one side",
+            "sampler and learner do not compute the same: one side has another temperature, dropout or other weights",
             "this is a fault of the engine: please report it with the model's name",
             data,
         )

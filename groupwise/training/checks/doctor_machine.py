@@ -120,7 +120,7 @@ def memory(needed_mib: float, free_mib: float | None) -> Finding:
         return Finding("memory", "skipped", message, data=data)
     measured = f"a run needs about {needed_mib:,.0f} MiB, {free_mib:,.0f} MiB are free"
     if needed_mib > free_mib:
-        meaning = "the run would be killed, or fail for want of memory"
+        meaning = "the run would be killed, or fail because memory is short"
         return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
     if needed_mib > NEARLY_FULL * free_mib:
         meaning = "the plan is an estimate, and this leaves little beside it"

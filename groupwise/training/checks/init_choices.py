@@ -265,7 +265,7 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
     if dtype == "bfloat16":
         reason = "bfloat16 on this machine, whose processor has it"
     elif has_bfloat16:
-        reason = "float32 on this machine, as all weights are trained; bfloat16 computes faster"
+        reason = "float32, because all weights are trained; bfloat16 computes faster"
     else:
         reason = "float32 on this machine, whose processor has no bfloat16"
     draft.choose(("model", "dtype"), "auto", reason)
@@ -287,11 +287,11 @@ def choose_trainable(draft: Draft, parameters: int) -> None:
         )
     is_full = draft.load().config.lora is None
     if parameters < TOY:
-        rate, reason = 1e-2, "a model as small as this takes large steps"
+        rate, reason = 1e-2, "so small a model needs large steps"
     elif is_full:
         rate, reason = (
             (1e-6 if draft.kind == "rl" else 1e-5),
-            "all weights are trained, which wants small steps",
+            "all weights are trained, which needs small steps",
         )
     elif draft.kind == "sft":
         rate, reason = 1e-4, "usual for an adapter; the first key to vary"
@@ -378,7 +378,7 @@ def choose_step(draft: Draft, device: str, examples: int) -> None:
     draft.choose(
         ("algorithm", "type"),
         DEFAULT_ALGORITHM,
-        "the default; others are in the list of algorithms",
+        "the default; the documentation lists others",
     )
     draft.choose(("training", "prompts_per_step"), prompts, "groups of a step")
     draft.choose(("training", "num_generations"), 8, "completions that are compared in a group")

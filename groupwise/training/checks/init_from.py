@@ -254,8 +254,12 @@ def _report_ineffective_keys(translation: Translation) -> None:
     """Report in one line all keys without effect, and in another all keys at their defaults."""
     remarked_names = {finding.name for finding in translation.findings}
     for outcome, subject, text in (
-        ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
-        ("default", "keys at a default", "say what is so without them"),
+        (
+            "no effect",
+            "keys without effect",
+            "change how it is computed or shown, not what is learnt",
+        ),
+        ("default", "keys at a default", "have their default values"),
     ):
         names = [
             name

@@ -63,7 +63,10 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     page.get_by_label("Text").fill('"answer 2 of step 9"')
     page.get_by_role("button", name="Show").click()
     expect(page.locator(".rollout")).to_have_count(2)
-    page.get_by_text("Filters").click()
+    button = page.get_by_text("Filters")
+    place = button.bounding_box()
+    button.click()
+    assert button.bounding_box() == place
     page.get_by_label("Outcome").select_option("failed")
     page.get_by_role("button", name="Show").click()
     expect(page.get_by_text("No rollout is like that")).to_be_visible()

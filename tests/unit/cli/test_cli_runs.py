@@ -192,6 +192,17 @@ class TestPlot:
         with pytest.raises(RunNotFoundError, match="no step yet"):
             call(runs, "plot", "empty")
 
+    def test_a_terminal_gets_colours_unless_no_color_is_set(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("groupwise.cli.output.is_terminal", lambda stream: True)
+        shown = list[str]()
+        for value in ("", "1"):
+            monkeypatch.setenv("NO_COLOR", value)
+            arguments = ["plot", "sort", "--dir", str(runs)]
+            shown.append(CliRunner().invoke(app, arguments, color=True).stdout)
+        assert ["\x1b[" in text for text in shown] == [True, False]
+
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
 def test_the_command_that_export_prints_shows_the_rollouts(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from groupwise import __main__ as program
-from groupwise.cli.main import main
+from groupwise.cli.main import documentation, main
 from groupwise.core.errors import ConfigError, NothingScoredError
 from groupwise.engine.distributed import prefork
 
@@ -37,6 +37,12 @@ class Verb:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    for name, text in documentation().items():
+        page = Path(__file__).parents[3] / "docs" / name
+        assert page.read_text() == text, "`make fix` makes it again"
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
