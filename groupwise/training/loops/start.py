@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from groupwise.api.client.errors import ClientError
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import Interrupted, Interruption
@@ -105,10 +104,11 @@ def run_with_auto_resume(
             raise RunError(
                 f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
             ) from None
-        except ClientError as error:
+        except RunError as error:
+            from groupwise.api.client.errors import ClientError
             from groupwise.api.schemas.parts import LOST
 
-            if error.code not in LOST:
+            if not isinstance(error, ClientError) or error.code not in LOST:
                 raise
             runs = Path(loaded.config.run.dir)
             if mode.resume_from is None:
