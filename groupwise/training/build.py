@@ -31,19 +31,6 @@ from groupwise.core.retry import Timing
 from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.learner import RankLearner
-from groupwise.engine.distributed.learner_workers import LearnerWorkers
-from groupwise.engine.distributed.multi_adapter import (
-    LocalWorker,
-    ModelHost,
-    ModelRegistry,
-    NewModel,
-    RemoteWorker,
-)
-from groupwise.engine.distributed.rpc import WorkerCalls
-from groupwise.engine.distributed.sampler import RankPolicy, RankSampler
-from groupwise.engine.distributed.sampler_workers import SamplerWorkers
-from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.memory import explaining_out_of_memory
@@ -64,6 +51,9 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.tinker.service import Service
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
+    from groupwise.engine.distributed.multi_adapter import ModelRegistry, NewModel
+    from groupwise.engine.distributed.rpc import WorkerCalls
+    from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
     from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
     from groupwise.engine.learner.engine import LearnerEngine
     from groupwise.engine.learner.gradient_flow import Slope
@@ -275,6 +265,10 @@ async def start_training(
         except BaseException:
             _close_halves(learners, samplers)
             raise
+    from groupwise.engine.distributed.learner import RankLearner
+    from groupwise.engine.distributed.rpc import WorkerCalls
+    from groupwise.engine.distributed.sampler import RankPolicy
+
     workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
         # The ranks only learn; the first one checks the log-probabilities of the servers, or all do that together.
@@ -339,6 +333,9 @@ async def start_serving(
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine != "torch":
         layout = replace(layout, processes=1, learners=1)
+    from groupwise.engine.distributed.rpc import WorkerCalls
+    from groupwise.engine.distributed.sampler import RankSampler
+
     workers = await _build_workers("serving", config, layout, weights=folder)
     if isinstance(workers, WorkerCalls):
         return ServingParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
@@ -359,6 +356,9 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             "says which adapter it starts from. Leave the key out."
         )
     refuse_servers(config, "a base for several models is sampled where it is")
+    from groupwise.engine.distributed.rpc import WorkerCalls
+    from groupwise.engine.distributed.sampler import RankSampler
+
     workers = await _build_workers("base", config, layout)
     if isinstance(workers, WorkerCalls):
         return BaseParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
@@ -371,6 +371,13 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
+    from groupwise.engine.distributed.multi_adapter import (
+        LocalWorker,
+        ModelHost,
+        ModelRegistry,
+        RemoteWorker,
+    )
+
     hosts: list[ModelHost]
     if parts.ranks is not None:
         hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
@@ -381,6 +388,10 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
 
 
 def _training_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> Parts:
+    from groupwise.engine.distributed.learner import RankLearner
+    from groupwise.engine.distributed.rpc import WorkerCalls
+    from groupwise.engine.distributed.sampler import RankSampler
+
     if isinstance(workers, WorkerCalls):
         return Parts(
             RankSampler(workers, frees_cache=layout.frees_cache),
@@ -401,6 +412,9 @@ def _training_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> Parts
 
 
 def _supervised_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
+    from groupwise.engine.distributed.learner import RankLearner
+    from groupwise.engine.distributed.rpc import WorkerCalls
+
     if isinstance(workers, WorkerCalls):
         return LearningParts(RankLearner(workers, divided=layout.parts > 1), ranks=workers)
     assert workers.learner is not None
@@ -878,6 +892,9 @@ async def _build_workers(
 
 def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWorkers:
     """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
+    from groupwise.engine.distributed.learner_workers import LearnerWorkers
+    from groupwise.engine.distributed.sampler_workers import SamplerWorkers
+
     prefork.end_zygote()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
@@ -910,6 +927,9 @@ def _start_halves(
 
 
 def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, sharded: bool) -> Parts:
+    from groupwise.engine.distributed.learner import RankLearner
+    from groupwise.engine.distributed.sampler import RankSampler
+
     return Parts(
         RankSampler(samplers),
         RankLearner(learners, divided=sharded),

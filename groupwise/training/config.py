@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -21,7 +22,6 @@ from typing import (
     Literal,
     Protocol,
     TypeVar,
-    Union,
     cast,
     get_type_hints,
 )
@@ -30,8 +30,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Discriminator,
-    Tag,
     create_model,
     field_validator,
     model_validator,
@@ -48,7 +46,7 @@ from groupwise.algorithms.sft import Sft
 from groupwise.core.settings.comparison import Differences, compare
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
-from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
+from groupwise.core.settings.schema import Conflict, SectionByType, Strict, refuse, setting
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
@@ -199,15 +197,11 @@ def _preset_of(section: Any) -> Preset | None:
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
-def algorithm_sections(
-    algorithms: Mapping[str, type[Any]] = ALGORITHMS,
-) -> dict[str, type[AlgorithmConfig]]:
-    """A config section for each algorithm, made from the fields of its dataclass and their metadata."""
-    return {name: _algorithm_section(name, kind) for name, kind in algorithms.items()}
-
-
-def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
-    hints, keys = get_type_hints(kind), dict[str, Any]()
+@cache
+def algorithm_section(name: str) -> type[AlgorithmConfig]:
+    """The config section of an algorithm, made from the fields of its dataclass and their metadata."""
+    kind, keys = ALGORITHMS[name], dict[str, Any]()
+    hints = get_type_hints(kind)
     for knob in fields(kind):
         assert knob.default is not MISSING, f"knob {knob.name} needs a default"
         constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
@@ -230,23 +224,24 @@ def _tag_of_type(name: str) -> str:
     return OwnAlgorithmConfig.__name__ if is_own(name) else name
 
 
-_SECTIONS = algorithm_sections()
+class AlgorithmSections(SectionByType):
+    """The key `algorithm`."""
+
+    tag_of = staticmethod(_algorithm_type)
+
+    @staticmethod
+    def tags() -> tuple[str, ...]:
+        return (*ALGORITHMS, OwnAlgorithmConfig.__name__)
+
+    @staticmethod
+    def section(tag: str) -> type[AlgorithmConfig]:
+        return OwnAlgorithmConfig if tag == OwnAlgorithmConfig.__name__ else algorithm_section(tag)
+
 
 if TYPE_CHECKING:
     AnyAlgorithm = AlgorithmConfig
 else:
-    AnyAlgorithm = Annotated[
-        Union[  # noqa: UP007
-            tuple(
-                Annotated[section, Tag(name)]
-                for name, section in {
-                    **_SECTIONS,
-                    OwnAlgorithmConfig.__name__: OwnAlgorithmConfig,
-                }.items()
-            )
-        ],
-        Discriminator(_algorithm_type),
-    ]
+    AnyAlgorithm = AlgorithmSections
 
 
 class EvalConfig(Strict):
@@ -408,7 +403,7 @@ class RunConfig(Strict):
         on_resume="free",
     )
     sampler: SamplerConfig = SamplerConfig()
-    algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
+    algorithm: AnyAlgorithm = algorithm_section(DEFAULT_ALGORITHM)()
     teacher: TeacherConfig | None = setting(
         None, "The teacher of the algorithm distillation; null with every other algorithm."
     )

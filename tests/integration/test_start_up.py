@@ -42,6 +42,9 @@ BY_ARITHMETIC = (
 BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hub", "httpx2")
 BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
 BY_ARITHMETIC += ("groupwise.training.callbacks.sinks", "groupwise.engine.models.hub_queue")
+BY_ARITHMETIC += ("groupwise.engine.distributed.rpc", "groupwise.engine.models.hub_push")
+BY_ARITHMETIC += ("groupwise.core.terminal.progress",)
+BY_ARITHMETIC += ("groupwise.api.client.errors", "groupwise.api.schemas.problems")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -125,6 +128,19 @@ for words in {given!r}:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = [line for line in shown.stdout.splitlines() if "heavy" in line]
     assert found == [f"heavy [] {often}" for often in (1_000_000, 700, *[1_000_000] * 4)]
+
+
+def test_a_dry_run_builds_the_section_of_its_algorithm_alone_and_looks_for_no_plugins(tmp_path):
+    words = ["rl", "-t", TOY, "--dry-run", "model.name=tiny", f"run.dir={tmp_path}"]
+    code = f"""
+from groupwise.cli.main import main
+code = main({[*words, "training.max_steps=1", "algorithm.type=gspo"]!r})
+from groupwise.training.config import algorithm_section
+from pydantic.plugin import _loader
+print("built", algorithm_section.cache_info().currsize, _loader._plugins, code)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "built 2 None 0", "the default's, and that of gspo"
 
 
 @pytest.mark.parametrize(("words", "expected", "heavy"), [

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.core.accelerators import NVIDIA
 from groupwise.core.plugins import load
-from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.engine.models.machine import available_cores
 
 if TYPE_CHECKING:
+    from groupwise.engine.distributed.forked_workers import ForkedWorkers
     from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
     from groupwise.engine.models.plan import LearningProcess
 
@@ -63,6 +63,8 @@ def take_zygote() -> ForkedWorkers:
 
 
 def _start_ranks(*, sees_gpus: bool) -> ForkedWorkers:
+    from groupwise.engine.distributed.forked_workers import ForkedWorkers
+
     ranks = ForkedWorkers(*MODULES, sees_gpus=sees_gpus)
     ranks.start()
     return ranks

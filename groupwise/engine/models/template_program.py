@@ -52,8 +52,11 @@ def _plain(value: Any) -> Any:
     """The value made of JSON's types: the sandbox does not know which methods of other types are dangerous."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if type(value) is dict:
-        return {_plain(key): _plain(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) is dict:  # of texts, as most messages are
+        return {
+            key if type(key) is str else _plain(key): item if type(item) is str else _plain(item)
+            for key, item in cast("dict[Any, Any]", value).items()
+        }
     for kind in (str, int, float):
         if isinstance(value, kind):
             return getattr(kind, f"__{kind.__name__}__")(value)

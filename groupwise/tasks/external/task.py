@@ -27,7 +27,7 @@ HELD_OUT_EVERY = 10
 class ExternalTaskConfig(BaseModel):
     """The section `task` of an environment of another library."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     args: dict[str, Any] = Field(
         default_factory=dict,

@@ -9,16 +9,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import CallbackError, GroupwiseError, StoreError, UsageError
 from groupwise.core.interruption import Interrupted
 from groupwise.core.processes.threads import DaemonThreads
-from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.engine.models.artefact import CARD
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
-from groupwise.engine.models.hub_push import Pushed, Target, push
 from groupwise.runs import find
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
@@ -27,11 +25,16 @@ from groupwise.training.callbacks.base import RunEnd
 from groupwise.training.loops.prepare import Prepared
 from groupwise.training.loops.training import Training
 
+if TYPE_CHECKING:
+    from groupwise.engine.models.hub_push import Pushed, Target
+
 logger = logging.getLogger(__name__)
 
 
 def write_curve(run: Training, metric: str) -> None:
     """Write `reward.svg` or `loss.svg`: the metric over all steps."""
+    from groupwise.core.terminal.plot import svg_curve, with_mean
+
     points = run.folder.store.metrics([metric]).get(metric, [])
     if points:
         series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
@@ -129,6 +132,8 @@ async def _upload_final_weights(run: Training, policy: str) -> dict[str, Any]:
     hub = run.config.run.hub
     if hub.repo_id is None:
         return {}
+    from groupwise.engine.models.hub_push import Target
+
     target = Target(**hub.model_dump())
     run.say(f"uploading {run.folder.final} to {target}")
     thread = DaemonThreads([_Uploader()], "hub")
@@ -158,6 +163,8 @@ class _Uploader:
         pass
 
     def do(self, job: tuple[Path, Target, str, Path]) -> Pushed:
+        from groupwise.engine.models.hub_push import push
+
         return push(*job)
 
     def end(self) -> None:

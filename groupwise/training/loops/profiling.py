@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError
-from groupwise.engine.distributed.learner import RankLearner
 from groupwise.runs.config import RunSection
 from groupwise.training.loops.training import Training
 
@@ -41,6 +40,8 @@ def profile_step(training: Training) -> Generator[None]:
     if step not in training.config.run.profiled_steps:
         yield
         return
+    from groupwise.engine.distributed.learner import RankLearner
+
     learner = training.learner
     try:
         with (

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from groupwise.core.errors import StoreError
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
-from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.runs.advice import DISTILLATION
 from groupwise.runs.curves import WARM_UP_SUMMARY
@@ -80,6 +79,7 @@ from groupwise.training.loops.teaching import Teaching
 from groupwise.training.loops.training import save_checkpoint
 
 if TYPE_CHECKING:
+    from groupwise.core.terminal.progress import Progress
     from groupwise.training.loops.warm_up import WarmUpResult
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,12 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from groupwise.api.client.errors import ClientError
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import Interrupted, Interruption
-from groupwise.core.terminal.progress import Progress
 from groupwise.engine.models.card import packages_used
-from groupwise.engine.models.hub_push import Target, check_access
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
@@ -40,6 +37,9 @@ from groupwise.training.loops.resume import (
     use_copied_start,
 )
 from groupwise.training.placement import oversubscription_warning
+
+if TYPE_CHECKING:
+    from groupwise.core.terminal.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,11 @@ def run_with_auto_resume(
             raise RunError(
                 f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
             ) from None
-        except ClientError as error:
+        except RunError as error:
+            from groupwise.api.client.errors import ClientError
             from groupwise.api.schemas.parts import LOST
 
-            if error.code not in LOST:
+            if not isinstance(error, ClientError) or error.code not in LOST:
                 raise
             runs = Path(loaded.config.run.dir)
             if mode.resume_from is None:
@@ -177,6 +178,8 @@ def find_start(loaded: Loaded, mode: StartMode, kind: str) -> Start[Loaded]:
     if weights is not None:
         loaded = starting_from(loaded, weights)
     if loaded.config.run.hub.repo_id is not None:
+        from groupwise.engine.models.hub_push import Target, check_access
+
         # Check before any work: raises UsageError if it is already clear that the result cannot be uploaded at the end.
         target = Target(**loaded.config.run.hub.model_dump())
         warning = check_access(target, point.path if point else None)
@@ -247,6 +250,8 @@ def show_progress(
     folder: RunFolder, prepared: Prepared, resumption: Resumption | None
 ) -> Generator[tuple[Progress, Interruption]]:
     """Show progress and warnings, and handle Ctrl-C. The caller loads the model in this context."""
+    from groupwise.core.terminal.progress import Progress
+
     progress = Progress(
         folder.name,
         prepared.max_steps,

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import NonFiniteError
 from groupwise.core.interruption import Interruption, wait_until_done
-from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Learner, OptimiserParams, Policy, Row, UpdateResult, to_json
 from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.runs import checkpoints
@@ -29,6 +28,9 @@ from groupwise.runs.record_segments import write_piece
 from groupwise.runs.recovery import carry
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.loops.metrics import Timings
+
+if TYPE_CHECKING:
+    from groupwise.core.terminal.progress import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -56,8 +56,11 @@ class Packed:
         int8: bool = False,
     ) -> None:
         """`cached`: the `tensors` of an earlier object with the same weight."""
-        from groupwise.engine.models.native import products
+        from groupwise.engine.models.native import kernels, products
 
+        # Called some hundred times for each token: not imported and looked up each time.
+        self._product, self._narrow = products.product, products.narrow
+        self._quantize = kernels.quantize
         self._outputs, inputs = weight_OI.shape
         self._int8_inputs = multiple(inputs, ROTATED) if int8 else None
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
@@ -107,20 +110,18 @@ class Packed:
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
         """The product [N, O] in float32, which only quantisation rounds. `low` is a result of `low_rank`."""
-        from groupwise.engine.models.native import kernels, products
-
         low = self._no_adapter if low is None else low
-        x = array(self._pad_rows(x_NI))
-        into_NO = torch.empty(len(x), self._shape[0])
-        into, blocks = array(into_NO), len(low.ranks_B2)
-        factors, scales_N = x, self._constants
+        x, rows = array(self._pad_rows(x_NI)), x_NI.shape[0]
+        y_NO = torch.empty(x.shape[0], self._shape[0])
+        into = y_NO.numpy()
+        blocks, factors, scales_N = low.ranks_B2.shape[0], x, self._constants
         if self._int8_inputs is not None:
-            factors, scales_N = kernels.quantize(x, self._int8_inputs)
+            factors, scales_N = self._quantize(x, self._int8_inputs)
         multithreaded = torch.get_num_threads() > 1
-        low_NR = products.narrow(x, low.down) if multithreaded else NOT_YET
+        low_NR = self._narrow(x, low.down) if multithreaded else NOT_YET
 
         def part(first: int, last: int) -> None:
-            products.product(
+            self._product(
                 x, factors, scales_N, self._weights, self._constants, low.down, low_NR, low.ups, low.ranks_B2, into, first, last
             )  # fmt: skip
 
@@ -128,7 +129,8 @@ class Packed:
             in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
         else:
             part(0, blocks)
-        y_NO = into_NO[: len(x_NI)]
+        if rows < x.shape[0]:
+            y_NO = y_NO[:rows]
         unpadded = self._outputs == self._shape[0]
         return y_NO if unpadded else y_NO[:, : self._outputs].contiguous()
 
