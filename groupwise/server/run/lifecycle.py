@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.runs.folder import CHECKPOINTS
 from groupwise.runs.lock import is_held
 from groupwise.server.engine.engine_protocol import EngineLost, OpenRun
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
-from groupwise.server.run.active_run import ENDED, ActiveRun
+from groupwise.server.run.active_run import ENDED, TOKENIZERS, ActiveRun
 from groupwise.server.run.checkpoints import Checkpoints
 from groupwise.server.run.conductor import Conductor, RunStatus, StopReason
 from groupwise.server.run.engine_errors import refusal_of
@@ -98,6 +100,7 @@ class RunLifecycle:
 
     async def resume_active_run(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
+        await asyncio.to_thread(self._remove_unfinished)
         all_runs = await self._ledger.do(runs.list_runs)
         self._active_run.latest = all_runs[-1] if all_runs else None
         await self._remove_broken_starts()
@@ -294,6 +297,17 @@ class RunLifecycle:
                 marker.unlink(missing_ok=True)
 
         await asyncio.to_thread(remove)
+
+    def _remove_unfinished(self) -> None:
+        """Delete what an earlier server was writing or deleting when it was killed. New folders of runs are their engine's."""
+        output = self._config.folder
+        for folder in (output / CHECKPOINTS, output / TOKENIZERS):
+            if folder.is_dir():
+                atomic_files.sweep(folder)
+        for folder in (output / RUNS).glob(f"{atomic_files.REMOVING}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for marker in (output / RUNS).glob(f"{atomic_files.BUILDING}{STARTING}*"):
+            marker.unlink()
 
     async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
