@@ -117,7 +117,7 @@ class RunLifecycle:
         )
         self._active_run.conductor = self._conductor_of(request, order)
         self._active_run.conductor.start_steps()
-        logger.info("going on with the run %s", active.run)
+        logger.info("the run %s continues", active.run)
 
     async def start(
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
@@ -194,7 +194,7 @@ class RunLifecycle:
         if (row_of_run := rows.get(request.resume_from)) is not None:
             if request.run_name not in (None, row_of_run.run):
                 message = (
-                    f"has no effect with resume_from: {row_of_run.run}, because the run goes on under its own name. Leave it out, or "
+                    f"has no effect with resume_from: {row_of_run.run}, because the run continues under its own name. Leave it out, or "
                     f"begin a new run from a checkpoint of it, such as resume_from: {row_of_run.run}@<step> (GET /checkpoints lists them)"
                 )
                 detail = f"run_name {message}."
@@ -249,7 +249,7 @@ class RunLifecycle:
         self._active_run.conductor = paused.successor()
         self._active_run.conductor.start_steps()
         self._active_run.changed.notify()
-        logger.warning("no other run was started; %s goes on", paused.run)
+        logger.warning("no other run was started; %s continues", paused.run)
 
     async def _begin_within_limit(self, conductor: Conductor, marker: Path | None) -> RunStatus:
         """Everything that a start needs of the engine. While the server shuts down, an engine may fail in any way: that is retryable.
@@ -367,7 +367,7 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
         remedy = "adapter: full" if had_all else "adapter: new"
         message = (
             f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
-            "out, to go on with it; without resume_from the training begins anew"
+            "out, to continue it; without resume_from the training begins anew"
         )
         detail = f"adapter: {message}."
         raise Refusal("resume_mismatch", detail, field="adapter", problem=message)
@@ -403,7 +403,7 @@ def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> Start
         refusal = Refusal.of_fields(error, StartRequest)
         raise Refusal(
             "settings_conflict",
-            f"With the settings of the run that it goes on from: {refusal.detail}. A value of the request replaces the earlier setting; "
+            f"With the settings of the run that it continues: {refusal.detail}. A value of the request replaces the earlier setting; "
             "null takes one back.",
             errors=refusal.errors,
         ) from None

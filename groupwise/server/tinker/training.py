@@ -197,7 +197,7 @@ class TrainingCalls:
                 spec = await self._engine.saved(stored)
                 if body.base_model not in (None, spec.base):
                     raise UsageError(
-                        f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
+                        f"{body.path} was trained on {spec.base}; it cannot continue on {body.base_model}."
                     )
                 await self._create(new_model, spec, body.user_metadata)
                 return await self._load_weights(new_model, body, 0, stored)

@@ -349,7 +349,7 @@ class Shipper:
             raise error
         for (epoch, rank), error in new_refusals.items():
             logger.warning(
-                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
+                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others do not",
                 epoch,
                 rank,
                 error,
