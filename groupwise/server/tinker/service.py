@@ -117,6 +117,9 @@ class TinkerService:
         rows = await self._ledger.do(calls.all_calls)
         for row in rows:
             self.futures.restore(row)
+            is_repeated = row.state != "waiting" and row.content is not None
+            if is_repeated and row.kind == requests.OptimStep.__name__:
+                self.registry.models[row.line].updates += 1
         for row in rows:
             if row.state == "waiting":
                 try:
