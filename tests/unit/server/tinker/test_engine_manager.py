@@ -130,13 +130,12 @@ async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
 async def test_a_model_is_kept_as_often_when_servers_end(tmp_path: Path) -> None:
     """Otherwise ever more calls would be repeated after each end."""
     disk = Disk(SavedFolders(tmp_path))
-    session = None
+    async with serving(tmp_path, disk) as server:
+        session = await server.service.registry.create_session("key")
+        model, made = server.service.training.create_model(created(session))
+        await server.service.answer(made, TIMEOUT_S)
     for number in range(1, 5):
         async with serving(tmp_path, disk) as server:
-            if session is None:
-                session = await server.service.registry.create_session("key")
-                model, made = server.service.training.create_model(created(session))
-                await server.service.answer(made, TIMEOUT_S)
             _, id = server.service.training.optim_step(update(model, number))
             await server.service.answer(id, TIMEOUT_S)
             (row,) = await server.ledger.do(calls.all_models)
