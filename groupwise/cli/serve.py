@@ -77,6 +77,10 @@ def serve(
         return
     import os
 
+    from groupwise.core.extras import require_packages
+
+    packages, advice = ("fastapi", "uvicorn", "jinja2"), " Clients need none of them."
+    require_packages("The server", "server", *packages, advice=advice)
     from groupwise.server.settings import read_settings
 
     options_given = {name: value for name, value in asdict(options).items() if value is not None}
@@ -87,14 +91,10 @@ def serve(
 def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
 
-    from groupwise.core.extras import require_packages
+    from groupwise.server.serve import read_start, serve
     from groupwise.server.settings import read_keys
 
     keys = read_keys(settings, os.environ)
-    packages, advice = ("fastapi", "uvicorn", "jinja2"), " Clients need none of them."
-    require_packages("The server", "server", *packages, advice=advice)
-    from groupwise.server.serve import read_start, serve
-
     request = None if start_with is None else read_start(start_with)
     pages = None
     if settings.dashboard:

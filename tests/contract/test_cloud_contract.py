@@ -281,7 +281,7 @@ async def test_what_runs_is_not_begun_again_nor_removed_and_its_checkpoints_come
     handle = await client.submit(script)
     await client.saved(handle, 1)
     await client.running(handle)
-    with pytest.raises(CloudError, match="goes on by itself"):
+    with pytest.raises(CloudError, match="continues by itself"):
         await client.resume()
     with pytest.raises(CloudError, match="stop it first"):
         await client.backend.cleanup(handle)

@@ -146,7 +146,7 @@ async def train_async(
     if status.phase in ("finished", "stopped") or target <= done:
         detail = (
             f"the run {status.run_id} is {'stopped' if status.phase == 'stopped' else 'finished'} after {done} of {status.max_steps} "
-            "steps, and takes no more. Begin the next run with client.start(…), or go on with this one: "
+            "steps, and takes no more. Begin the next run with client.start(…), or continue this one: "
             f"client.start(resume_from={status.run_id!r}, max_steps=…)."
         )
         raise RunFinished.about(Refusal("finished", detail).problem())

@@ -120,7 +120,7 @@ class Bodies:
         if len(content) > limit:
             raise self._too_large(limit)
         if not unpacked.eof or unpacked.unused_data:
-            raise _encoding_refusal("is gzip, but the body is cut off, or goes on after its end")
+            raise _encoding_refusal("is gzip, but the body is cut off, or has bytes after its end")
         return content
 
     def give_up(self) -> None:

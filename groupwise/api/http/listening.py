@@ -32,6 +32,8 @@ MAX_FILES = 65_536
 """Limit for open files and connections of a server, if the system allows as many."""
 UNREAD_SECONDS = 60.0
 """Seconds after which a client that reads nothing of a response is disconnected."""
+TLS_END_SECONDS = 1.0
+"""Seconds for a client to close its side of TLS when the server ends. An idle client reads nothing, and asyncio would wait for 30."""
 HEADER_SECONDS = 60.0
 """Seconds for the headers of a request, from connecting or, on a kept connection, from the first byte of the next request."""
 
@@ -136,6 +138,32 @@ class BoundedProtocol(HTTPProtocol):
             self.transport.abort()
         elif self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
             self._hang_up("431 Request Header Fields Too Large")
+
+    _ending = False
+    """True once the server ends."""
+
+    def shutdown(self) -> None:
+        """Called when the server ends: close the connection, after the response to a request that has come."""
+        self._ending = True
+        super().shutdown()
+        self._end_tls()
+
+    def on_response_complete(self) -> None:
+        """A response is complete."""
+        super().on_response_complete()
+        if self._ending:
+            self._end_tls()
+
+    def _end_tls(self) -> None:
+        """Wait only for what is still to be sent, and not for the client's end of TLS."""
+        if self.transport.is_closing() and self.transport.get_extra_info("ssl_object"):
+            self.loop.call_later(TLS_END_SECONDS, self._abort_once_sent)
+
+    def _abort_once_sent(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(TLS_END_SECONDS, self._abort_once_sent)
+        else:
+            self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         """A chunk of the body has arrived."""

@@ -489,7 +489,7 @@ class ChatRequest(_Request):
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="No effect: where the last message is the assistant's, the completion goes on with it.",
+        description="No effect: where the last message is the assistant's, the completion continues it.",
     )
     verbosity: str | None = Field(default=None, description="No effect.", max_length=MAX_NAME)
     response_format: ResponseFormat | None = Field(

@@ -87,7 +87,7 @@ KINDS: Mapping[str, Kind] = {
     "parts_gone": Kind(
         410,
         "The parts have ended",
-        "Sampler and learner have ended, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
+        "Sampler and learner have ended, and `detail` says why. The loop that drove them continues from its own last checkpoint.",
     ),
     "parts_taken": Kind(
         410,
@@ -273,7 +273,7 @@ KINDS: Mapping[str, Kind] = {
     "database_away": Kind(
         503,
         "The database does not answer",
-        "Nothing was changed. Jobs go on where they run; ask again after `Retry-After` seconds.",
+        "Nothing was changed. Jobs continue where they run; ask again after `Retry-After` seconds.",
         retry=True,
     ),
     "file_busy": Kind(

@@ -223,13 +223,13 @@ class ResponsesRequest(CompletionFields):
     )
     previous_response_id: str | None = Field(
         default=None,
-        description="A response to go on from; it must have been kept (`store` not false), a day ago at most.",
+        description="A response to continue from; it must have been kept (`store` not false), a day ago at most.",
         max_length=MAX_NAME,
     )
     store: bool | None = Field(
         default=None,
         description=(
-            "null: keep the response, so that another can go on from it. true: also keep the completion as a member of a group, to be "
+            "null: keep the response, so that another can continue from it. true: also keep the completion as a member of a group, to be "
             "rewarded by the response's id. false: keep neither."
         ),
     )
@@ -281,7 +281,7 @@ class ResponsesRequest(CompletionFields):
     )
     background: Literal[False] | None = Field(default=None, description="false alone.")
     conversation: None = Field(
-        default=None, description="null alone: go on with previous_response_id."
+        default=None, description="null alone: continue with previous_response_id."
     )
     prompt: None = Field(default=None, description="null alone.")
 

@@ -318,7 +318,7 @@ class StartRequest(Body):
     )
     run_name: str | None = Field(
         default=None,
-        description="Name of the run and of its folder, with `-2`, `-3` … where it is taken; null: after the model. A run that goes on "
+        description="Name of the run and of its folder, with `-2`, `-3` … where it is taken; null: after the model. A run that continues "
         "keeps its own.",
         pattern=NAME_PATTERN,
         max_length=MAX_NAME,
@@ -369,7 +369,7 @@ class StartRequest(Body):
             raise wrong("training_batch_size", f"makes steps of {product} groups; at most 65536")
         if self.adapter == "continue" and self.adapter_path is None:
             raise wrong(
-                "adapter_path", "is needed with `adapter: continue`: the adapter to go on with"
+                "adapter_path", "is needed with `adapter: continue`: the adapter to continue"
             )
         if self.adapter != "continue" and self.adapter_path is not None:
             raise wrong(
@@ -917,7 +917,7 @@ class EventKind(StrEnum):
     """The kinds of events of GET /events; the value is the event's name."""
 
     STARTED = "started"
-    """A run begins, or goes on."""
+    """A run begins, or continues."""
     STEP = "step"
     """A step is done; `metrics` has its numbers."""
     CHECKPOINT = "checkpoint"
@@ -995,7 +995,7 @@ class CheckpointAnswer(ResponseModel):
 
 
 class CheckpointsAnswer(ResponseModel):
-    """All checkpoints that can be gone on from."""
+    """All checkpoints that a run can continue from."""
 
     checkpoints: list[CheckpointAnswer] = Field(description="The oldest first.")
 

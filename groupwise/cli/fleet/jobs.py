@@ -242,7 +242,7 @@ def resume(
 ) -> None:
     """Run failed or cancelled jobs again.
 
-    They go on from their last checkpoint, if they have one. Options choose among all jobs that have failed or were cancelled.
+    They continue from their last checkpoint, if they have one. Options choose among all jobs that have failed or were cancelled.
     """
     from groupwise.jobs.fleet.states import RETRIED_FROM
 

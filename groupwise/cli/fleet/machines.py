@@ -318,7 +318,7 @@ def drain(
     fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Place no new jobs there; those that run go on."""
+    """Place no new jobs there; those that run continue."""
     _change_machine("drain", vm, fleet_at, as_json, reason)
 
 
@@ -470,7 +470,7 @@ def set_machine(
     else:
         say(f"{vm}: {_settings_line(machine)}")
     if access.is_local and machine["host_key"] and any(changes.get(name) for name in LOCATION):
-        _try_login(machine, "It was changed: jobs there go on; set it again if this is wrong.")
+        _try_login(machine, "It was changed: jobs there continue; set it again if this is wrong.")
 
 
 def _try_login(machine: dict[str, Any], consequence: str) -> None:

@@ -81,7 +81,7 @@ def up(
 ) -> None:
     """Start a fleet, which runs until this command ends.
 
-    This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run go on, and the next `up` continues them.
+    This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run are not ended, and the next `up` continues them.
     """
     options = {"database": database, "nats_url": nats_url, "poll_seconds": poll_seconds}
     _run_roles(fleet_at, None, listen.address(), **options)

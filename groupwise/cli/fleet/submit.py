@@ -529,7 +529,7 @@ def _submit_jobs(
             final_jobs = until_ended(access, ids)
         except KeyboardInterrupt:
             say(
-                f"no longer waiting; what was submitted goes on: `groupwise fleet stop {' '.join(ids[:3])}` ends it"
+                f"no longer waiting; what was submitted continues: `groupwise fleet stop {' '.join(ids[:3])}` ends it"
             )
             raise
         if as_json:

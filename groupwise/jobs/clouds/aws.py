@@ -160,7 +160,7 @@ class AwsBackend:
         attempt = attempt_of(machine, record)
         ending = record.endings.get(attempt) if record else None
         if ending is not None and ending.outcome is Outcome.SUCCEEDED:
-            raise CloudError(f"{name} has succeeded: there is nothing to go on with.")
+            raise CloudError(f"{name} has succeeded: there is nothing to continue.")
         self._records.copy_files_to(order, store)
         newest = await self._newest_checkpoint(record, store)
         return await self._start_on_new_machine(order, store, attempt + 1, newest, machine_count)
@@ -230,7 +230,7 @@ class AwsBackend:
             raise CloudError(
                 f"{machine.id} ends at {ends_at}, before another attempt of {name} has had its time, and that could not be moved: "
                 f"{reason}. `groupwise launch fetch {name}` brings what it has, `groupwise launch sweep --name {name}` ends it, and "
-                "`resume` goes on on a new one then."
+                "`resume` then continues on a new one."
             )
         await self._machines.tag(machine, {"deadline": f"{deadline:.0f}"})
 

@@ -172,10 +172,10 @@ class MachineBackend:
         last_attempt = attempts[-1]
         status = self._status(last_attempt)
         if status.ending is None:
-            raise CloudError(f"{name} is {status.phase} on {self._where}: it goes on by itself.")
+            raise CloudError(f"{name} is {status.phase} on {self._where}: it continues by itself.")
         if status.ending.outcome is Outcome.SUCCEEDED:
             raise CloudError(
-                f"{name} has succeeded on {self._where}: there is nothing to go on with."
+                f"{name} has succeeded on {self._where}: there is nothing to continue."
             )
         order = await self.order(self._handle(last_attempt))
         order = replace(order, secrets=dict(secrets))
@@ -545,7 +545,7 @@ class MachineBackend:
             ) from None
         except HostUnreachable as error:
             raise Unreachable(
-                f"{self._where} cannot be reached: {error}. Its jobs go on without that."
+                f"{self._where} cannot be reached: {error}. Its jobs run without that."
             ) from None
         except RunnerRefused as refusal:
             raise CloudError(f"{self._where} will not: {refusal.message}") from None

@@ -486,7 +486,7 @@ class GlobalJobDispatcher:
                     )
                     if await self._gateway.commit("attempt.untracked", write):
                         log.error(
-                            "%s runs attempt %s.%d, which is in no table: it goes on undisturbed",
+                            "%s runs attempt %s.%d, which is in no table: it is left to run",
                             *(vm_id, job, epoch),
                         )
                 case _:

@@ -250,7 +250,7 @@ def bring(
             on_progress(received, total, path)
     except OSError as error:
         raise DownloadError(
-            f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
+            f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command continues from there."
         ) from error
     if problems:
         raise DownloadError(_describe_missing(problems, len(files), folder))

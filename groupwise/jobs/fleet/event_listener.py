@@ -76,7 +76,7 @@ class EventListener:
         except OSError as error:
             log.warning("the news cannot be written, so there is none any more: %s", error)
         except Exception:  # a bug in a line of text ends no role
-            log.exception("there are no news any more; the fleet goes on")
+            log.exception("there are no news any more; the fleet continues")
 
     async def _read_database(self, look: Callable[[Session], T]) -> T:
         return await self._when_it_answers(lambda: self._database.read_in_thread(look))
@@ -117,7 +117,7 @@ def _greeting_lines(session: Session) -> list[str]:
     lines.append("Ready. In another terminal:")
     lines.append("  groupwise fleet submit -- python -c \"print('hello')\"")
     lines.append("  groupwise fleet list")
-    lines.append("Ctrl-C ends the fleet; jobs that run go on without it.")
+    lines.append("Ctrl-C ends the fleet; jobs that run continue without it.")
     return lines
 
 

@@ -143,7 +143,7 @@ class FleetSettings(Strict):
     )
     keep_checkpoints: int = setting(
         2,
-        "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt goes on from stays as long as it does.",
+        "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt continues from stays as long as it does.",
         ge=1,
         le=10_000,
     )

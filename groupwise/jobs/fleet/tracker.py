@@ -237,7 +237,7 @@ class Tracker:
             # an error in one outlet must not stop the others, which run concurrently
             except Exception:
                 if not is_failing:
-                    logger.exception("%s crashed and goes on", self._outlet.name)
+                    logger.exception("%s crashed and is started again", self._outlet.name)
                 is_failing, has_more = True, False
             if not has_more:
                 await asyncio.sleep(self._interval)

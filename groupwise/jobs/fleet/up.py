@@ -207,7 +207,7 @@ def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     if os.path.exists(old_folder.parent / DATABASE_FILE):
         raise UsageError(
             f"{folder} is a copy of the fleet in {old_folder.parent}, and that one is still there: both would run their jobs in "
-            f"{old_folder}, and take each other's for their own. To go on with {folder} instead of {old_folder.parent}, move "
+            f"{old_folder}, and take each other's for their own. To use {folder} instead of {old_folder.parent}, move "
             f"{old_folder.parent} away. To have both, give this one a working folder of its own, while no job of it runs: `groupwise fleet "
             f"vm set --fleet {folder} local --workdir {new_folder}`."
         )
@@ -218,7 +218,7 @@ def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     ) as refusal:  # the supervisor of a job writes its exit record to the path that it knows
         raise UsageError(
             f"the fleet was moved from {old_folder.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
-            f"`ln -s {folder} {old_folder.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
+            f"`ln -s {folder} {old_folder.parent}` lets them continue; once they have ended the link may go. ({refusal.message})"
         ) from None
     return f"The fleet was moved from {old_folder.parent}: jobs of this machine run in {new_folder} from now on."
 

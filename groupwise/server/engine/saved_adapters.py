@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -53,6 +54,12 @@ class SavedFolders:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    def sweep(self) -> None:
+        """Delete what earlier engines were writing or deleting when they were killed."""
+        for folder in self._root.glob("s-*/*"):
+            with suppress(OSError):  # one that is just ending still writes: at the next start
+                atomic_files.sweep(folder)
 
     def path_of(self, stored: Stored) -> Path:
         """Path of its folder, which need not exist."""

@@ -50,6 +50,8 @@ class Outcome:
     """The number of this call, if the model's state was kept after it."""
     step: StepRow | None = None
     """The update, if the call was one."""
+    sums: Mapping[str, float] | None = None
+    """Sums of the model's gradient passes since its last update, after this call; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class ModelRow:
     kept: int | None
     done: int
     """Number of its last call that has a result; -1 if there is none."""
+    sums: dict[str, float]
+    """Sums of its gradient passes since the last update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,9 @@ def record_outcome(transaction: Transaction, id: str, outcome: Outcome) -> None:
             metrics=pack_json(step.metrics),
             at=transaction.now,
         )
+    if outcome.sums is not None:
+        sums = pack_json(outcome.sums)
+        transaction.execute("UPDATE verb_models SET sums = ? WHERE id = ?", (sums, queue))
     if outcome.kept is not None:
         transaction.execute("UPDATE verb_models SET kept = ? WHERE id = ?", (outcome.kept, queue))
         transaction.execute(
@@ -234,11 +241,12 @@ def all_models(transaction: Transaction) -> list[ModelRow]:
     """The models of all open sessions."""
     rows = transaction.all(
         """SELECT id, session, spec, kept, coalesce(
-            (SELECT max(sequence) FROM verb_calls WHERE line = verb_models.id AND state <> 'waiting'), -1)
+            (SELECT max(sequence) FROM verb_calls WHERE line = verb_models.id AND state <> 'waiting'), -1), sums
         FROM verb_models ORDER BY position"""
     )
     return [
-        ModelRow(id, session, unpack_json(spec), *columns) for id, session, spec, *columns in rows
+        ModelRow(id, session, unpack_json(spec), kept, done, unpack_json(sums) if sums else {})
+        for id, session, spec, kept, done, sums in rows
     ]
 
 

@@ -88,6 +88,6 @@ def explanation(path: Path, error: sqlite3.Error) -> StoreError:
     """The error as a DiskFull or other StoreError, with the cause and remedy for the operator."""
     if is_full(path, error):
         return DiskFull(
-            f"cannot write the server's ledger {path}: {error}. {FREE_SPACE}; writing goes on by itself, and what was acknowledged stands."
+            f"cannot write the server's ledger {path}: {error}. {FREE_SPACE}; writing continues by itself, and acknowledged data stands."
         )
     return StoreError(f"cannot use the server's ledger {path}: {error}. {remedy(path, error)}.")

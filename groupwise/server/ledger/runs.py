@@ -123,7 +123,7 @@ def set_run_state(
     active = active_run(transaction)
     if state == "active" and active is not None and active.run != run:
         raise Refusal(
-            "run_active", f"the run {active.run} is active. Stop it before {run} goes on."
+            "run_active", f"the run {active.run} is active. Stop it before {run} continues."
         )
     transaction.execute(
         "UPDATE runs SET state = ?, reason = ?, ended_at = ? WHERE run = ?",

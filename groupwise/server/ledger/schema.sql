@@ -259,3 +259,6 @@ CREATE INDEX answers_by_body ON answers (key_id, route, body_hash) WHERE retries
 
 -- migration 10
 DELETE FROM answers WHERE made_at > 1e9;       -- of earlier servers, which stored the time of day
+
+-- migration 11
+ALTER TABLE verb_models ADD COLUMN sums TEXT;  -- JSON: sums of its gradient passes since the last update; null: none

@@ -184,7 +184,7 @@ def claim_answer(transaction: Transaction, caller: Caller, retry: AnswerKey) -> 
     """
     rows = transaction.all(
         """SELECT key, completion FROM answers WHERE key_id = ? AND route = ? AND body_hash = ? AND retries < ?
-        AND made_at > ? ORDER BY retries DESC, made_at DESC, rowid DESC""",
+        AND made_at > ? ORDER BY retries DESC, rowid DESC""",
         (
             *(caller.key_id, retry.route, retry.body_hash, retry.retries),
             transaction.uptime - RETENTION_SECONDS,

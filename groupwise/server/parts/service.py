@@ -309,12 +309,12 @@ class PartsService:
             return Refusal(
                 gone.code,
                 f"The parts {id} are no more: {gone.why.rstrip('.')}. What their loop has on its own disk stands; with "
-                "--resume a training goes on from its last checkpoint.",
+                "--resume a training continues from its last checkpoint.",
             )
         return Refusal(
             "unknown_parts",
             f"There are no parts {id}: they were never opened, or the server has been started anew since. With --resume a "
-            "training goes on from its last checkpoint.",
+            "training continues from its last checkpoint.",
         )
 
     def _parts_answer(self, parts: _OpenParts) -> PartsAnswer:

@@ -104,7 +104,7 @@ class _Handlers:
         return _call_response(await self.service.answer(id, number, wait))
 
     async def give_up_call(self, id: Id, number: Number, context: Context) -> Response:
-        """Give a call up. Sampling ends; a call that changes the learner goes on to its end; one that has not begun is not done."""
+        """Give a call up. Sampling ends; a call that changes the learner continues to its end; one that has not begun is not done."""
         return _call_response(await self.service.give_up(id, number))
 
     async def look_into_folder(self, id: Id, path: FolderPath, context: Context) -> Response:
@@ -206,7 +206,7 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             handler=do.give_up_call,
             answer=CallAnswer,
             codes=(*OF_CALLS, "too_busy"),
-            later="The call goes on, because it changes something.",
+            later="The call continues, because it changes something.",
         ),
         get_route(path=FOLDERS, handler=do.look_into_folder, answer=FolderAnswer, codes=OF_FILES),
         delete_route(path=FOLDERS, handler=do.delete_folder),

@@ -92,6 +92,6 @@ class Checkpoints:
             return start
         raise Refusal(
             "unknown_checkpoint",
-            f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be gone on with: "
+            f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be continued: "
             f"{', '.join(rows) or 'none yet'}.",
         )

@@ -249,7 +249,7 @@ class Conductor:
         done, _ = await asyncio.wait((self._task,), timeout=seconds)
         if not done:
             logger.warning(
-                "the step under way is given up after %g s; it is taken again when the run goes on",
+                "the step under way is given up after %g s; it is taken again when the run continues",
                 seconds,
             )
             self._task.cancel()
@@ -275,7 +275,7 @@ class Conductor:
             while not await self._run_on_engine():
                 pass
         except Exception as error:
-            logger.exception("the run cannot go on")
+            logger.exception("the run cannot continue")
             await self._fail(str(error) or repr(error))
         finally:
             self._engine = None

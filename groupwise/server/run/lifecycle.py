@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.runs.folder import CHECKPOINTS
 from groupwise.runs.lock import is_held
 from groupwise.server.engine.engine_protocol import EngineLost, OpenRun
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
-from groupwise.server.run.active_run import ENDED, ActiveRun
+from groupwise.server.run.active_run import ENDED, TOKENIZERS, ActiveRun
 from groupwise.server.run.checkpoints import Checkpoints
 from groupwise.server.run.conductor import Conductor, RunStatus, StopReason
 from groupwise.server.run.engine_errors import refusal_of
@@ -98,6 +100,7 @@ class RunLifecycle:
 
     async def resume_active_run(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
+        await asyncio.to_thread(self._remove_unfinished)
         all_runs = await self._ledger.do(runs.list_runs)
         self._active_run.latest = all_runs[-1] if all_runs else None
         await self._remove_broken_starts()
@@ -114,7 +117,7 @@ class RunLifecycle:
         )
         self._active_run.conductor = self._conductor_of(request, order)
         self._active_run.conductor.start_steps()
-        logger.info("going on with the run %s", active.run)
+        logger.info("the run %s continues", active.run)
 
     async def start(
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
@@ -191,7 +194,7 @@ class RunLifecycle:
         if (row_of_run := rows.get(request.resume_from)) is not None:
             if request.run_name not in (None, row_of_run.run):
                 message = (
-                    f"has no effect with resume_from: {row_of_run.run}, because the run goes on under its own name. Leave it out, or "
+                    f"has no effect with resume_from: {row_of_run.run}, because the run continues under its own name. Leave it out, or "
                     f"begin a new run from a checkpoint of it, such as resume_from: {row_of_run.run}@<step> (GET /checkpoints lists them)"
                 )
                 detail = f"run_name {message}."
@@ -246,7 +249,7 @@ class RunLifecycle:
         self._active_run.conductor = paused.successor()
         self._active_run.conductor.start_steps()
         self._active_run.changed.notify()
-        logger.warning("no other run was started; %s goes on", paused.run)
+        logger.warning("no other run was started; %s continues", paused.run)
 
     async def _begin_within_limit(self, conductor: Conductor, marker: Path | None) -> RunStatus:
         """Everything that a start needs of the engine. While the server shuts down, an engine may fail in any way: that is retryable.
@@ -294,6 +297,17 @@ class RunLifecycle:
                 marker.unlink(missing_ok=True)
 
         await asyncio.to_thread(remove)
+
+    def _remove_unfinished(self) -> None:
+        """Delete what an earlier server was writing or deleting when it was killed. New folders of runs are their engine's."""
+        output = self._config.folder
+        for folder in (output / CHECKPOINTS, output / TOKENIZERS):
+            if folder.is_dir():
+                atomic_files.sweep(folder)
+        for folder in (output / RUNS).glob(f"{atomic_files.REMOVING}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for marker in (output / RUNS).glob(f"{atomic_files.BUILDING}{STARTING}*"):
+            marker.unlink()
 
     async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
@@ -353,7 +367,7 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
         remedy = "adapter: full" if had_all else "adapter: new"
         message = (
             f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
-            "out, to go on with it; without resume_from the training begins anew"
+            "out, to continue it; without resume_from the training begins anew"
         )
         detail = f"adapter: {message}."
         raise Refusal("resume_mismatch", detail, field="adapter", problem=message)
@@ -389,7 +403,7 @@ def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> Start
         refusal = Refusal.of_fields(error, StartRequest)
         raise Refusal(
             "settings_conflict",
-            f"With the settings of the run that it goes on from: {refusal.detail}. A value of the request replaces the earlier setting; "
+            f"With the settings of the run that it continues: {refusal.detail}. A value of the request replaces the earlier setting; "
             "null takes one back.",
             errors=refusal.errors,
         ) from None

@@ -77,8 +77,8 @@ class NamedCheckpoints:
         return CheckpointAnswer(name=name, run_id=row.run, step=saved_checkpoint.step, address=name)
 
     def list_checkpoints(self) -> Iterator[CheckpointAnswer]:
-        """All named checkpoints, sorted by name."""
-        for file in sorted(self._root.glob(f"*/{SAVED}")):
+        """All named checkpoints, sorted by name; not those that are being written."""
+        for file in sorted(self._root.glob(f"[!.]*/{SAVED}")):
             try:
                 facts, name = json.loads(file.read_text()), file.parent.name
             except FileNotFoundError:  # it is being deleted

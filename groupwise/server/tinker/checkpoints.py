@@ -59,7 +59,10 @@ class Checkpoints:
         """Held while expired files are removed, and while a new sampler starts to use a checkpoint."""
 
     async def open(self) -> None:
-        """Find when the checkpoints of earlier processes expire, and remove expired ones from now on. Call when samplers are restored."""
+        """Find when the checkpoints of earlier processes expire, and remove expired ones from now on. Call when samplers are restored, and
+        no engine writes.
+        """
+        await asyncio.to_thread(self._folders.sweep)
         self._expires_at = await asyncio.to_thread(self._read_expiries)
         self._sweeper = asyncio.create_task(self._sweep())
 

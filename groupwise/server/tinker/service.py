@@ -117,6 +117,9 @@ class TinkerService:
         rows = await self._ledger.do(calls.all_calls)
         for row in rows:
             self.futures.restore(row)
+            is_repeated = row.state != "waiting" and row.content is not None
+            if is_repeated and row.kind == requests.OptimStep.__name__:
+                self.registry.models[row.line].updates += 1
         for row in rows:
             if row.state == "waiting":
                 try:
@@ -125,8 +128,8 @@ class TinkerService:
                     # A refused request has taken its number again, so `abandon` does nothing. A call whose model is gone fails here.
                     self.futures.abandon(row.id, error)
                 except Exception as error:  # must not keep the server from starting
-                    logger.exception("the call %s of an earlier process cannot go on", row.id)
-                    self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
+                    logger.exception("the call %s of an earlier process cannot continue", row.id)
+                    self.futures.abandon(row.id, UsageError(f"It cannot continue: {error}"))
 
     def _restart_call(self, row: CallRow) -> None:
         """Start a call again that had no outcome when the last process ended."""

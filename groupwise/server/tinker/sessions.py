@@ -110,7 +110,7 @@ class SessionRegistry:
             self._sessions[id] = Session(id, self._clock())
         for row in models:
             queue = CallQueue(row.id, self._futures, first=row.done + 1)
-            self.models[row.id] = Model(row.id, queue, ModelSpec(**row.spec))
+            self.models[row.id] = Model(row.id, queue, ModelSpec(**row.spec), sums=row.sums)
             self._sessions[row.session].models.add(row.id)
         for row in samplers:
             weights = None if row.weights is None else Stored(**row.weights)

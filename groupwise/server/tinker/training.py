@@ -138,7 +138,7 @@ class TrainingCalls:
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
             answer = translate.outputs(computed, forward.widths)
-            return Outcome("answered", PROTOBUF, answer, changed=True)
+            return Outcome("answered", PROTOBUF, answer, changed=True, sums={**model.sums})
 
         return model.id, model.queue.submit(
             request.sequence, request.content, work, FORWARD_BACKWARD
@@ -166,7 +166,7 @@ class TrainingCalls:
                     "server",
                 )
             step = StepRow(params.learning_rate, norm, finite_sums)
-            return replace(outcome, changed=True, kept=keep_as, step=step)
+            return replace(outcome, changed=True, kept=keep_as, step=step, sums={})
 
         return _submit_call(model, body.seq_id, body, work)
 
@@ -197,7 +197,7 @@ class TrainingCalls:
                 spec = await self._engine.saved(stored)
                 if body.base_model not in (None, spec.base):
                     raise UsageError(
-                        f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
+                        f"{body.path} was trained on {spec.base}; it cannot continue on {body.base_model}."
                     )
                 await self._create(new_model, spec, body.user_metadata)
                 return await self._load_weights(new_model, body, 0, stored)
@@ -224,7 +224,7 @@ class TrainingCalls:
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
         answer = _json_outcome({"path": body.path, "type": "load_weights"})
-        return replace(answer, changed=True, kept=call)
+        return replace(answer, changed=True, kept=call, sums={})
 
     async def weights_info(self, path: str) -> dict[str, Any]:
         """Describe the model that saved these weights."""

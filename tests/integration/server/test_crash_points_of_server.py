@@ -22,7 +22,7 @@ from groupwise.server.ledger import groups, plans, runs
 from groupwise.server.run import ledger_operations
 from tests.integration.toy_run import crash_at
 from tests.rotation import rotating_params
-from tests.unit.server.serving import Served
+from tests.unit.server.serving import ME, Served
 
 STEPS = 4
 SIZE = 2
@@ -40,6 +40,8 @@ async def _course(folder: Path) -> None:
     await server.until(lambda seen: seen.phase in ("running", "finished"))
     await asyncio.gather(*(_client(server, draw) for draw in range(STEPS * SIZE)))
     await server.until(lambda seen: seen.phase == "finished")
+    if not any(each.name for each in (await server.service.checkpoints()).checkpoints):
+        await server.service.save_checkpoint("kept", ME)
     await server.service.shut_down(5)
 
 
@@ -148,6 +150,9 @@ def _crash(number: int, folder: Path, calm: list[Any]) -> bool:
     trained = [draw for _, _, draws in calm for draw in draws]
     assert {int(draw) for draw in acknowledged} <= set(trained)
     assert sorted(trained) == list(range(STEPS * SIZE))
+    prefixes = (atomic_files.BUILDING, atomic_files.REMOVING)
+    unfinished = {path for path in folder.rglob(".*") if path.name.startswith(prefixes)}
+    assert unfinished <= {*(folder / "runs" / "run").rglob(".*")}, "in its own run is the engine's"
     return True
 
 

@@ -46,6 +46,15 @@ def test_options_and_words_are_settings(served: list[tuple[Any, ...]], tmp_path:
     assert start == "read s.yaml"
 
 
+def test_what_is_not_installed_is_told_before_any_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["serve"]) == 2
+    told = capsys.readouterr().err
+    assert ("groupwise[server]" in told, "output_dir" in told) == (True, False)
+
+
 @pytest.mark.parametrize("form", [["--api-key", "a-secret-value"], ["--api-key=a-secret-value"]])
 def test_a_key_on_the_command_line_is_refused(
     form: list[str], served: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]

@@ -171,8 +171,10 @@ def test_tls_by_files_logs_in_json_and_a_run_that_is_active_already(tmp_path: Pa
         assert process.address.startswith("https://")
         with httpx2.Client(base_url=process.address, verify=trusting) as client:
             assert client.get("/status").status_code == 200
-        line = json.loads(process.wait_for_output(r'\{.*"path": "/status".*\}'))
-        assert (line["status"], line["key"]) == (200, "local")
+            line = json.loads(process.wait_for_output(r'\{.*"path": "/status".*\}'))
+            assert (line["status"], line["key"]) == (200, "local")
+            process.popen.terminate()  # the client keeps its connection and reads nothing
+            assert process.popen.wait(timeout=25) == 0
 
 
 def test_what_cannot_be_used_is_told_before_anything_begins(tmp_path: Path) -> None:

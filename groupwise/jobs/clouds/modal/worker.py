@@ -104,7 +104,7 @@ def spawn_next(call: Call, context: ContainerContext) -> str:
     next_call = replace(call, number=call.number + 1)
     spawned = context.spawn(next_call)
     context.call_coordinator("note", call.job, call.epoch, next_call.number, spawned)
-    return "another call goes on with it"
+    return "another call continues it"
 
 
 class Stint:
@@ -358,7 +358,7 @@ class Stint:
         """The exit record of the whole job, across its stints."""
         whole = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
         if record["reason"] == "time_limit":
-            call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to go on from"
+            call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to continue from"
             job = f"its time limit of {self.call.limit or 0:g} s was reached"
             whole["message"] = job if self.is_last else call
         if self.copy_errors:

@@ -202,7 +202,10 @@ class StandardOutput(_Writer):
 
 
 class File(_Writer):
-    """Writes to a file, which is opened at each write and may therefore be rotated."""
+    """Writes to a file, which is opened at each write and may therefore be rotated.
+
+    A full disk or a power loss may leave the beginning of a line; what is sent next then begins on a line of its own.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(self._append_lines, f"{path} takes nothing")
@@ -210,8 +213,20 @@ class File(_Writer):
 
     def _append_lines(self, lines: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
+            if _ends_within_line(self._path):
+                lines = b"\n" + lines
             _write_all(file.fileno(), lines)
             os.fsync(file.fileno())
+
+
+def _ends_within_line(path: Path) -> bool:
+    """True if the last byte of a regular file is no line end."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
 
 
 class Address:
@@ -334,7 +349,7 @@ class Shipper:
             raise error
         for (epoch, rank), error in new_refusals.items():
             logger.warning(
-                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
+                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others do not",
                 epoch,
                 rank,
                 error,

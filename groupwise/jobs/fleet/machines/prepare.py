@@ -374,7 +374,7 @@ class _Follower:
             retry,
             tell,
             lambda error: (
-                f"the connection is lost ({error}); it goes on there, and is looked for again"
+                f"the connection is lost ({error}); it continues there, and is looked for again"
             ),
             "the connection is back",
         )

@@ -410,7 +410,7 @@ def _retry_job(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     if job.status not in RETRIED_FROM:
         reasons: dict[str, str] = {
             JobStatus.COMPLETED: "has completed; submit it again to have it run once more.",
-            JobStatus.HELD: f"is held; `groupwise fleet release {job.job_id}` lets it go on.",
+            JobStatus.HELD: f"is held; `groupwise fleet release {job.job_id}` lets it run.",
             JobStatus.RUNNING: "is running; cancel it first.",
         }
         default_reason = f"is {job.status}: it is going to run anyway."

@@ -217,7 +217,7 @@ def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document
                 "disk_full",
                 f"the control machine has {byte_size(free_bytes)} left on the disk of {existing_folder}",
                 "make room there; `groupwise fleet remove` does as long as some is left. Once it is full nothing is written down, no job "
-                "begins, and none can end; all goes on by itself when there is room",
+                "begins, and none can end; all continues by itself when there is room",
                 folder=str(existing_folder),
                 free=free_bytes,
             )
@@ -343,7 +343,7 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             yield _alarm(
                 "attempt_stuck",
                 f"{attempt.job_id} does not get on: {handle['stuck']}",
-                "nothing of it is lost: mend what it says, and it goes on by itself; or "
+                "nothing of it is lost: mend what it says, and it continues by itself; or "
                 f"`groupwise fleet stop {attempt.job_id}` ends it without what could not be taken in",
                 **about,
             )
@@ -388,7 +388,7 @@ def _not_mirrored_alarms(session: Session, actor: Actor) -> Iterator[Document]:
         yield _alarm(
             "checkpoint_not_mirrored",
             f"{job_id}: {reason}",
-            f"if {vm_id} is lost, the job goes on from an older one or starts again (`groupwise fleet show {job_id}` says which there is); "
+            f"if {vm_id} is lost, the job resumes from an older one or starts again (`groupwise fleet show {job_id}` says which there is); "
             f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
             "its right hash",
             job_id=job_id,

@@ -77,7 +77,7 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
 def explain(session: Session, job: Job) -> list[str]:
     """The reasons why a job waits now, as messages; empty if it does not wait."""
     if job.status == JobStatus.HELD:
-        return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
+        return [f"it is held: `groupwise fleet release {job.job_id}` lets it run"]
     if job.status == JobStatus.RUNNING:
         # Its attempt may still wait in the queue of Slurm or Ray, which reports the reason.
         reason_column = Member.handle["waits"].as_string()

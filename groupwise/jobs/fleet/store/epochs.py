@@ -58,7 +58,7 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
             )
             session.execute(insert_sequence, {"seen": highest})
     log.warning(
-        "a machine has seen attempt %d, and this database had given out %d: it was set back, and goes on above that",
+        "a machine has seen attempt %d, and this database had given out %d: it was set back, and counts on from there",
         highest,
         last_assigned,
     )

@@ -81,7 +81,7 @@ def test_a_container_lost_between_handing_over_and_spawning_spawns_in_the_next(h
         return ContainerContext(home, home, _Nothing(), desk, spawn, {}, {})
 
     call = Call("job", 1)
-    assert "another call goes on" in work(call, "a", {}, around())
+    assert "another call continues" in work(call, "a", {}, around())
     assert "another call's turn" in work(call, "a", {}, around())
     assert spawned == [replace(call, number=2)]
     assert turn(home)["given"] == ["b"]

@@ -185,6 +185,22 @@ async def test_retries_get_the_lost_answers_once_each(tmp_path, path) -> None:
             assert len({each["id"] for each in answers}) == len(answers)
 
 
+async def test_a_retry_gets_the_newest_answer_also_after_a_kill(tmp_path) -> None:
+    """The uptime, by which answers expire, goes back then."""
+    path = "/v1/chat/completions"
+    named = {"metadata": {"trajectory": "t", "group": "a"}}
+    body = {**PATHS[path], "store": True, **named}
+    async with asking(tmp_path) as (served, client):
+        first = await client.ok(path, body)
+        await served.kill()
+        await served.engine.close()
+    async with open_service(tmp_path) as served:
+        await served.until(lambda status: status.phase == "running")
+        async with client_of(served.app()) as http:
+            second = await Client(http).ok(path, body)
+            assert await Client(http).ok(path, body, headers=retry(1)) == second != first
+
+
 async def test_a_retry_gets_the_whole_answer_that_was_lost(tmp_path) -> None:
     """Streamed, or of several completions."""
     async with open_service(tmp_path) as served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StepRequest,
 )
+from groupwise.core import atomic_files
 from tests.fake_engine import FakeEngine, Fault
 from tests.unit.server.serving import ME, SETTINGS, Served, expect_refusal, letters, served
 
@@ -207,7 +209,18 @@ async def checkpoints_told(server: Served) -> list[tuple[int | None, str]]:
     return [(event.step, event.data["address"]) for event in events]
 
 
-async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
+async def test_checkpoints_by_name_outlive_their_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = tmp_path / "checkpoints" / f"{atomic_files.BUILDING}kept-1-1"
+
+    def leave_unfinished(point: str) -> None:
+        """As a server that is killed before the checkpoint has its name."""
+        if point == "folder:kept:before":
+            (building,) = unfinished.parent.iterdir()
+            shutil.copytree(building, unfinished)
+
+    monkeypatch.setattr(atomic_files, "on_write", leave_unfinished)
     async with served(tmp_path) as server:
         run = await server.start(save_total_limit=1)
         await server.round(0)
@@ -220,11 +233,15 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept"), (2, f"{run}@2")]
         listed = (await server.service.checkpoints()).checkpoints
         assert {each.address for each in listed} >= {"kept", f"{run}@2"}
+        assert [each.name for each in listed if each.name] == ["kept"]
         await expect_refusal(
             "unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True)
         )
         again = await server.start(resume_from="kept", replace=True)
         assert again != run
+        assert unfinished.is_dir()
+    async with served(tmp_path):
+        assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(("source", "old", "new", "size"), [

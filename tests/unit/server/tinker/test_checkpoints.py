@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,16 @@ async def test_checkpoints_expire_and_a_restart_forgets_nothing(
     assert "has expired" in (await asking.result(promise))["error"]
     await asking.post("weights_info", 404, tinker_path=first["tinker_path"])
     await end(asking)
+    unfinished = [saving.folder(f"weights/{name}") for name in (".building-c-1-1", ".removing-d-1")]
+    for folder in unfinished:  # of an engine that was killed
+        shutil.copytree(saving.folder("weights/b"), folder)
 
     again = Asking(tmp_path)
     again.date = asking.date
     await again.service.open()
     await again.service.checkpoints.remove_expired()
     assert not saving.folder("weights/a").exists()
+    assert not any(folder.exists() for folder in unfinished)
     saving.asking = again
     again.date += 3600
     assert await saving.ids() == ["weights/b"]

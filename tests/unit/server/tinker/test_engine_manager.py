@@ -104,6 +104,11 @@ async def test_engines_that_end_at_any_call(tmp_path: Path, when: str) -> None:
 
 async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
     answers, state, _ = await undisturbed(tmp_path / "undisturbed")
+    ledger = Ledger.open(tmp_path / "undisturbed" / "server.db")
+    rows = await ledger.do(lambda t: t.all("SELECT metrics FROM verb_steps ORDER BY step"))
+    await ledger.close()
+    metrics = [json.loads(row[0]) for row in rows]
+    assert all(metrics[:2])
     for number in range(16):
         folder = tmp_path / str(number)
         disk = Disk(SavedFolders(folder))
@@ -119,6 +124,22 @@ async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
             assert server.engine is None or server.engine.models.get(loop.model, state) == state
             steps = await server.ledger.do(calls.steps_of, loop.model)
             assert [step.grad_norm is None for step in steps] == [False, False, True, False]
+            assert [step.metrics for step in steps] == metrics
+
+
+async def test_a_model_is_kept_as_often_when_servers_end(tmp_path: Path) -> None:
+    """Otherwise ever more calls would be repeated after each end."""
+    disk = Disk(SavedFolders(tmp_path))
+    async with serving(tmp_path, disk) as server:
+        session = await server.service.registry.create_session("key")
+        model, made = server.service.training.create_model(created(session))
+        await server.service.answer(made, TIMEOUT_S)
+    for number in range(1, 5):
+        async with serving(tmp_path, disk) as server:
+            _, id = server.service.training.optim_step(update(model, number))
+            await server.service.answer(id, TIMEOUT_S)
+            (row,) = await server.ledger.do(calls.all_models)
+            assert row.kept == (number - number % 2 or None)
 
 
 async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Path) -> None:

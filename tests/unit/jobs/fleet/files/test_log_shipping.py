@@ -25,6 +25,7 @@ from groupwise.jobs.fleet.files.log_shipping import (
 from groupwise.jobs.fleet.files.logs import append, make
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
+from tests.disks import fill, small_disk
 from tests.processes import wait_until_async
 
 
@@ -133,6 +134,27 @@ async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> 
     assert posted == [b"3\n", b"4\n"]
     names = {"stdout": StandardOutput, "https://logs.example/in": Address, "~/logs.jsonl": File}
     assert {name: type(sink_of(name)) for name in names} == names
+
+
+async def test_lines_after_a_full_disk_stand_whole(
+    database: Database, logs: Path, tmp_path: Path
+) -> None:
+    """The disk takes a part of them; they are sent again, and none is glued to that part."""
+    log = Log(database, logs)
+    texts = [f"{number} {'x' * 1000}" for number in range(20)]
+    log.write("".join(f"{text}\n" for text in texts).encode())
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        file = disk / "lines.jsonl"
+        shipper = Shipper(database, logs, File(file))
+        ballast = fill(disk, leave=8192)
+        with pytest.raises(OSError, match="No space"):
+            await shipper.round()
+        assert not file.read_bytes().endswith(b"\n"), "a part of a line is there"
+        ballast.unlink()
+        await shipper.round()
+        lines = file.read_bytes().splitlines()
+    whole = [json.loads(line)["line"] for line in lines if line.endswith(b"}")]
+    assert whole[-len(texts) :] == texts
 
 
 class Posted:
