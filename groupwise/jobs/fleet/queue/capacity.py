@@ -140,10 +140,11 @@ class FreeCapacity:
         if self.over_quota(resources, project):
             return None
         if resources.oversubscribe:
-            self._read_up_to(MachinesRead.ALL)
-        elif not resources.gpu_count:
-            self._read_up_to(MachinesRead.FREE_SLOTS)
-        machines = self.machines.values() if resources.oversubscribe else self._machines_with_room()
+            machines = self._named_machine(resources.vm)
+        else:
+            if not resources.gpu_count:
+                self._read_up_to(MachinesRead.FREE_SLOTS)
+            machines = self._machines_with_room()
         open_to_it = self._machines_open_to(resources, project, machines)
         return room(resources, open_to_it, self.held_before(key), avoid)
 
@@ -182,6 +183,15 @@ class FreeCapacity:
         self.machines = machines(self.session, self.now, vm_ids) | self.machines
         self.roomy = None
         self.read = MachinesRead.ALL if vm_ids is None else wanted
+
+    def _named_machine(self, vm_id: str | None) -> list[Machine]:
+        """The machine that a job names, if the fleet has it, whether it has room or not; others are not read for it."""
+        assert vm_id is not None
+        if vm_id not in self.machines and self.read < MachinesRead.ALL:
+            assert self.session is not None
+            self.machines = self.machines | machines(self.session, self.now, [vm_id])
+            self.roomy = None
+        return [self.machines[vm_id]] if vm_id in self.machines else []
 
     def _machines_with_room(self) -> list[Machine]:
         if self.roomy is None:

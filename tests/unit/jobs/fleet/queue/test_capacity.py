@@ -198,6 +198,26 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
     database.read(compare)
 
 
+def test_a_command_on_a_full_machine_reads_that_machine_alone(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        add_machine(database, name, 1, cpu_slots=1)
+        submit(database, gpus=1, vm=name)
+        submit(database, gpus=0, vm=name)
+    assert len(claim_some(database)) == 6
+
+    def look(session: Session) -> None:
+        view = capacity.view_of_room(session, [])
+        for name, found in (("b", True), ("no such", False)):
+            command = Resources(gpus=0, vm=name, oversubscribe=True)
+            assert (view.room_for(command, "default", (0.0, "job")) is not None) == found
+        assert [*view.machines] == ["b"]
+        assert view.is_full()
+
+    database.read(look)
+
+
 def test_few_machines_are_read_under_the_lock_where_many_have_room(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
