@@ -218,6 +218,26 @@ def test_a_command_on_a_full_machine_reads_that_machine_alone(
     database.read(look)
 
 
+def test_a_gang_without_gpus_reads_no_full_machine_if_they_are_known(database: Database) -> None:
+    for name in ("full", "free"):
+        add_machine(database, name, 1, cpu_slots=1)
+    for needs in ({"gpus": 1}, {"gpus": 0}):
+        submit(database, vm="full", **needs)
+    submit(database, vm="free", gpus=1)
+    assert len(claim_some(database)) == 3
+    gang, key = Resources(gpus=0, machines=2), (0.0, "gang")
+
+    def look(session: Session) -> None:
+        whole = capacity.view(session, [])
+        whole.withhold_for(gang, "default", key)
+        part = capacity.view_of_room(session, [], whole.machines)
+        part.withhold_for(gang, "default", key)
+        assert part.held == whole.held != []
+        assert [*part.machines] == ["free"]
+
+    database.read(look)
+
+
 def test_few_machines_are_read_under_the_lock_where_many_have_room(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
