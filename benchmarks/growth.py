@@ -26,7 +26,14 @@ from typing import Any
 from benchmarks import fleet_dispatch
 from benchmarks.commands import processor_seconds
 from benchmarks.step import RESULTS, config_of, machine, one_step, request, slug
-from benchmarks.web import GROUPS, GROWING, MEMBERS, PAGES, filled, in_several_scripts
+from benchmarks.web import (
+    GROUPS,
+    GROWING_PAGES,
+    MEMBERS,
+    PAGES_OF_EVEN_COST,
+    filled,
+    in_several_scripts,
+)
 from benchmarks.work import Work
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.engine.models.bundled import fetch_model
@@ -181,8 +188,7 @@ def showing(rollouts: int, folder: Path, growing: bool) -> float:
     run = recorded(rollouts, folder)
     paths = [
         f"/runs/{run.name}{filled(path, rollouts)}"
-        for name, path in PAGES
-        if (name in GROWING) == growing
+        for _, path in (GROWING_PAGES if growing else PAGES_OF_EVEN_COST)
     ]
 
     async def show() -> float:

@@ -55,43 +55,6 @@ AS_BEFORE = f"""
 EXAMPLES = 20_000
 """Of each of the two runs that are compared."""
 TRIES = 15
-NEW = (
-    "a task, page 4000, best",
-    "a task by a part, best",
-    "page 4000, a part, best",
-    "signs that none has",
-    "signs that never meet",
-    "a task, a common word",
-)
-GROWING = (
-    "overview",
-    "page 4000",
-    "page 4000, best",
-    "page 4000, a part, best",
-    "a task, page 1000",
-    "a task, page 4000, best",
-    "a part's values, page 2000",
-    "a common word, page 4000",
-    "a common word, best",
-    "Chinese that none has",
-    "a rare sign",
-    "failed ones by a part, best",
-    "cut off and failed, none",
-    "a task, cut off and failed",
-    "words of failed ones, best",
-    "a phrase of failed ones, scored",
-    "words of other examples",
-    "signs that never meet",
-    "a task, another's words",
-    "a rare task",
-    "a rare task, best",
-    "a rare task, as drawn",
-    "a rare task by a part, best",
-    "a rare task by a part, drawn",
-    "a rare task, a common word",
-    "an example",
-)
-"""Pages that take longer with more rollouts: they have more to show, skip what stands before them, or read much to find little."""
 FIRST_PAGE, PAGE, OLD_PAGE = 0.2, 0.3, 0.4
 """Seconds: the targets; a record of an earlier format has its indexes once it is written to again."""
 
@@ -112,11 +75,9 @@ class Figure:
         return self.median <= self.most
 
 
-PAGES = (
-    ("overview", ""),
+PAGES_OF_EVEN_COST = (
     ("newest rollouts", "/rollouts"),
     ("page 100", "/rollouts?page=100"),
-    ("page 4000", "/rollouts?page=4000"),
     ("one step", "/rollouts?step={step}&order=draw"),
     ("one example", "/rollouts?example=3"),
     ("highest rewards", "/rollouts?order=best"),
@@ -128,13 +89,10 @@ PAGES = (
     ("a phrase", "/rollouts?text=%22step+{step}%22"),
     ("several common words", "/rollouts?text=answer+of+step"),
     ("a common word", "/rollouts?text=answer"),
-    ("a common word, best", "/rollouts?text=answer&order=best"),
     ("a word in Chinese", "/rollouts?text=%E7%AD%94%E6%A1%88"),
     ("rare words in Chinese", "/rollouts?text=%E7%AC%AC{step}%E6%AD%A5"),
-    ("Chinese that none has", "/rollouts?text=%E6%9D%B1%E4%BA%AC"),
     ("signs", "/rollouts?text=%2B%3D"),
     ("signs, best", "/rollouts?text=%2B%3D&order=best"),
-    ("a rare sign", "/rollouts?text=%E2%89%88"),
     ("signs that none has", "/rollouts?text=%3D%3D%3D"),
     ("cut off", "/rollouts?truncated=yes"),
     ("cut off, best", "/rollouts?truncated=yes&order=best"),
@@ -145,6 +103,26 @@ PAGES = (
     ("a part's values, newest", "/rollouts?part=correct&low=0.1"),
     ("a part that none has", "/rollouts?part=style"),
     ("failed ones, best", "/rollouts?outcome=failed&order=best"),
+    ("a task", "/rollouts?task=sums"),
+    ("a task, best", "/rollouts?task=sums&order=best"),
+    ("a task, worst", "/rollouts?task=sums&order=worst"),
+    ("a task, as drawn", "/rollouts?task=sums&order=draw"),
+    ("a task, one step", "/rollouts?task=sums&step={step}"),
+    ("a task by a part, best", "/rollouts?task=sums&part=correct&order=best"),
+    ("a task, failed", "/rollouts?task=sums&outcome=failed"),
+    ("a task, a rare text", "/rollouts?task=sums&text=step+{step}"),
+    ("a task, a common word", "/rollouts?task=sums&text=answer"),
+    ("a task that none has", "/rollouts?task=riddles"),
+    ("a rollout", "/rollouts/{rollout}"),
+    ("a group", "/groups/{draw}"),
+    ("evaluation", "/evaluations"),
+)
+GROWING_PAGES = (
+    ("overview", ""),
+    ("page 4000", "/rollouts?page=4000"),
+    ("a common word, best", "/rollouts?text=answer&order=best"),
+    ("Chinese that none has", "/rollouts?text=%E6%9D%B1%E4%BA%AC"),
+    ("a rare sign", "/rollouts?text=%E2%89%88"),
     ("failed ones by a part, best", "/rollouts?outcome=failed&part=correct&order=best"),
     ("cut off and failed, none", "/rollouts?outcome=failed&truncated=yes"),
     ("a task, cut off and failed", "/rollouts?task=sums&outcome=failed&truncated=yes"),
@@ -154,19 +132,10 @@ PAGES = (
     ("signs that never meet", "/rollouts?text=%22%2B%3D+**%22"),
     ("a part's values, page 2000", "/rollouts?part=correct&low=0.1&high=0.2&page=2000"),
     ("a common word, page 4000", "/rollouts?text=answer&page=4000"),
-    ("a task", "/rollouts?task=sums"),
     ("a task, page 1000", "/rollouts?task=sums&page=1000"),
     ("a task, page 4000, best", "/rollouts?task=sums&page=4000&order=best"),
     ("page 4000, best", "/rollouts?page=4000&order=best"),
     ("page 4000, a part, best", "/rollouts?page=4000&order=best&part=correct"),
-    ("a task, best", "/rollouts?task=sums&order=best"),
-    ("a task, worst", "/rollouts?task=sums&order=worst"),
-    ("a task, as drawn", "/rollouts?task=sums&order=draw"),
-    ("a task, one step", "/rollouts?task=sums&step={step}"),
-    ("a task by a part, best", "/rollouts?task=sums&part=correct&order=best"),
-    ("a task, failed", "/rollouts?task=sums&outcome=failed"),
-    ("a task, a rare text", "/rollouts?task=sums&text=step+{step}"),
-    ("a task, a common word", "/rollouts?task=sums&text=answer"),
     ("a task, another's words", "/rollouts?task=sums&text=question+1"),
     ("a rare task", "/rollouts?task=proofs"),
     ("a rare task, best", "/rollouts?task=proofs&order=best"),
@@ -174,11 +143,17 @@ PAGES = (
     ("a rare task by a part, best", "/rollouts?task=proofs&part=correct&order=best"),
     ("a rare task by a part, drawn", "/rollouts?task=proofs&part=correct&order=draw"),
     ("a rare task, a common word", "/rollouts?task=proofs&text=answer"),
-    ("a task that none has", "/rollouts?task=riddles"),
-    ("a rollout", "/rollouts/{rollout}"),
-    ("a group", "/groups/{draw}"),
     ("an example", "/examples/3"),
-    ("evaluation", "/evaluations"),
+)
+"""Pages that take longer with more rollouts: they have more to show, skip what stands before them, or read much to find little."""
+PAGES = PAGES_OF_EVEN_COST + GROWING_PAGES
+NEW = (
+    "a task, page 4000, best",
+    "a task by a part, best",
+    "page 4000, a part, best",
+    "signs that none has",
+    "signs that never meet",
+    "a task, a common word",
 )
 
 

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).with_name("fixtures") / "chat_templates"
@@ -51,6 +60,55 @@ def byte_level_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Any:
     plain.add_special_tokens(["<unk>", "<|im_start|>", "<|im_end|>", "<extra>"])
     plain.add_tokens([AddedToken("<think>", normalized=False)])
     return plain
+
+
+def piece_tokenizer(special: Sequence[str]) -> Any:
+    """Pieces as of SentencePiece, with a token for each byte: special tokens stand in the vocabulary, as published models have them."""
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("▁", "▁")]
+    letters = [*string.ascii_letters, *string.digits, *".,?!<>|_[]/'", "▁", "\n", "é"]
+    words = [*special, *(f"<0x{n:02X}>" for n in range(256)), *letters, *("".join(pair) for pair in merges)]  # fmt: skip
+    plain = Tokenizer(
+        models.BPE({text: n for n, text in enumerate(words)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )  # fmt: skip
+    plain.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    plain.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    plain.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return plain
+
+
+def starting_with(plain: Any, token: str) -> Any:
+    """A post-processor that puts this token before a text, as published models have it."""
+    return processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token}:1 $B:1",
+        special_tokens=[(token, plain.token_to_id(token))],
+    )
+
+
+def write_published_tokenizer(
+    folder: Path, plain: Any, config: dict[str, Any], model_type: str
+) -> None:
+    """Files as releases of transformers before the fifth wrote them: most tokenizers of the hub are such."""
+    tokens = {
+        str(number): {
+            name: getattr(token, name)
+            for name in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        }
+        for number, token in plain.get_added_tokens_decoder().items()
+    }
+    special = {name: text for name, text in config.items() if name.endswith("_token") and isinstance(text, str)}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    plain.save(str(folder / "tokenizer.json"))
+    for name, content in (
+        ("tokenizer_config.json", {"added_tokens_decoder": tokens, **config}),
+        ("special_tokens_map.json", special),
+        ("config.json", {"model_type": model_type}),
+    ):
+        (folder / name).write_text(json.dumps(content))
 
 
 def write_qwen_tokenizer(folder: Path, template: str) -> None:

@@ -55,15 +55,15 @@ from groupwise.runs import checkpoints
 from groupwise.runs.records import StepRecord
 from groupwise.server.engine.engine_protocol import (
     EngineLost,
+    GroupSampleRequest,
+    InvalidSampleRequest,
     Opened,
     OpenRun,
     Plan,
     Probe,
     Sampled,
-    SampleOrder,
     Saved,
     StepDone,
-    WrongOrder,
 )
 from groupwise.server.engine.sampling_checks import (
     check_constraint,
@@ -232,13 +232,13 @@ class FakeEngine:
 
     # --- the protocol ----------------------------------------------------------------------------
 
-    async def open(self, order: OpenRun) -> Opened:
+    async def open(self, request: OpenRun) -> Opened:
         """See `Engine.open`. As in the real one only once: another run gets another engine."""
-        return await self._called("open", self._open, order)
+        return await self._called("open", self._open, request)
 
-    async def sample(self, order: SampleOrder) -> Sampled:
+    async def sample(self, request: GroupSampleRequest) -> Sampled:
         """See `Engine.sample`."""
-        return await self._called("sample", self._sample, order)
+        return await self._called("sample", self._sample, request)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
@@ -353,22 +353,22 @@ class FakeEngine:
 
     # --- what is asked ---------------------------------------------------------------------------
 
-    async def _open(self, point: _Points, order: OpenRun) -> Opened:
+    async def _open(self, point: _Points, request: OpenRun) -> Opened:
         async with self._turn:
             assert self._run is None, "an engine hosts one run; a new run gets a new engine"
             self._phase = "loading"
-            settings = _Settings.of(order.config)
-            _check(settings, order)
-            if order.run is None:
+            settings = _Settings.of(request.config)
+            _check(settings, request)
+            if request.run is None:
                 folder, manifests, metrics, step = _free_folder(settings), (), {}, 0
             else:
-                folder = Path(settings.runs, order.run)
+                folder = Path(settings.runs, request.run)
                 manifests, metrics, step = _stored(folder)
             await point("before_write")
             folder.mkdir(parents=True, exist_ok=True)
             _write_record(folder, settings, manifests[:step], metrics)
             await point("after_write")
-            self._run = run = await _opened(settings, folder, order, manifests[:step], metrics)
+            self._run = run = await _opened(settings, folder, request, manifests[:step], metrics)
             self._phase = "ready"
             return Opened(
                 run=folder.name,
@@ -377,45 +377,47 @@ class FakeEngine:
                 max_steps=settings.max_steps,
                 policy=run.policy,
                 manifests=manifests,
-                longest_prompt=order.longest_prompt,
+                longest_prompt=request.longest_prompt,
                 longest_completion=settings.longest_completion,
-                longest_prompt_characters=order.longest_prompt,
+                longest_prompt_characters=request.longest_prompt,
                 tokenizer_hash=_hash(_FILES),
                 chat_template=self._tokenizer.chat_template,
             )
 
-    async def _sample(self, _: _Points, order: SampleOrder) -> Sampled:
+    async def _sample(self, _: _Points, request: GroupSampleRequest) -> Sampled:
         run = self._current
-        ids = self._ids(order, run)
-        params = _params(order, run.settings)
-        seed, draw = run.settings.seed, order.draw
-        if order.sampling.seed is not None:
-            seed, draw = order.sampling.seed, 0
-        members = run.settings.members if order.members is None else order.members
+        ids = self._ids(request, run)
+        params = _params(request, run.settings)
+        seed, draw = run.settings.seed, request.draw
+        if request.sampling.seed is not None:
+            seed, draw = request.sampling.seed, 0
+        members = run.settings.members if request.members is None else request.members
         if members < 1:
             raise UsageError(f"A group of {members} completions was asked for; at least 1.")
         seeds = tuple(member_seed(seed, draw, member) for member in range(members))
-        request = self._requests[order.draw] = _Request()
+        progress = self._requests[request.draw] = _Request()
         try:
             prompt_logprobs = None
-            if order.prompt_logprobs is not None:
-                prompt_logprobs = await run.sampler.prompt_logprobs(ids, order.prompt_logprobs)
-            wanted = run.step if order.policy_step is None else order.policy_step
+            if request.prompt_logprobs is not None:
+                prompt_logprobs = await run.sampler.prompt_logprobs(ids, request.prompt_logprobs)
+            wanted = run.step if request.policy_step is None else request.policy_step
             step = min(max(wanted, run.step - run.settings.staleness), run.step)
             sampler = run.sampler if step == run.step else _earlier_sampler(run, step)
             if params.max_tokens:
-                request.completions = await sampler.generate(
-                    GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
+                progress.completions = await sampler.generate(
+                    GroupRequest(request.draw, ids, seeds, params, request.top_logprobs)
                 )
             step = run.step if sampler is run.sampler else step
-            sampled = self._sampled(run, order, ids, params, request.completions, step, sampler)
+            sampled = self._sampled(run, request, ids, params, progress.completions, step, sampler)
             if not params.max_tokens:
-                nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in range(members)]
+                nothing = [
+                    Rollout(request.draw, member, 0, ids, (), "") for member in range(members)
+                ]
                 sampled = replace(sampled, group=replace(sampled.group, rollouts=tuple(nothing)))
             sampled = replace(sampled, prompt_logprobs=prompt_logprobs)
-            await self._show(request)
+            await self._show(progress)
         finally:
-            self._requests.pop(order.draw, None)
+            self._requests.pop(request.draw, None)
         self._sampled_tokens += sum(rollout.written for rollout in sampled.group.rollouts)
         return sampled
 
@@ -430,7 +432,7 @@ class FakeEngine:
     def _sampled(
         self,
         run: _Run,
-        order: SampleOrder,
+        request: GroupSampleRequest,
         ids: tuple[int, ...],
         params: SamplingParams,
         completions: Sequence[Completion],
@@ -439,7 +441,7 @@ class FakeEngine:
     ) -> Sampled:
         rollouts = tuple(
             Rollout(
-                draw=order.draw,
+                draw=request.draw,
                 member=member,
                 attempt=0,
                 prompt_ids=ids,
@@ -448,10 +450,10 @@ class FakeEngine:
             )
             for member, completion in enumerate(completions)
         )
-        prompt = self._text(order.prompt) if isinstance(order.prompt, tuple) else order.prompt
+        prompt = self._text(request.prompt) if isinstance(request.prompt, tuple) else request.prompt
         seen = None if isinstance(prompt, str) else self._tokenizer.decode(ids)
-        example = Example(order.draw, prompt, dict(order.columns))
-        group = Group(order.draw, example, rollouts, prompt_seen=seen)
+        example = Example(request.draw, prompt, dict(request.columns))
+        group = Group(request.draw, example, rollouts, prompt_seen=seen)
         best = tuple(completion.top_logprobs for completion in completions)
         return Sampled(group, step, sampler.version, sampler.fingerprint(), best)
 
@@ -459,10 +461,10 @@ class FakeEngine:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     async def _partial(self, _: _Points, draw: int) -> tuple[str, ...]:
-        request = self._requests.get(draw)
-        if request is None:
+        progress = self._requests.get(draw)
+        if progress is None:
             return ()
-        return tuple(self._text(each.token_ids[: request.shown]) for each in request.completions)
+        return tuple(self._text(each.token_ids[: progress.shown]) for each in progress.completions)
 
     async def _token_texts(self, _: _Points, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(self._tokenizer.decode([token]) for token in token_ids)
@@ -561,18 +563,18 @@ class FakeEngine:
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return prompt_ids(self._tokenizer, prompt)
 
-    def _ids(self, order: SampleOrder, run: _Run) -> tuple[int, ...]:
-        if isinstance(order.prompt, tuple):
-            refuse_unknown_tokens(order.prompt, len(ALPHABET), "prompt")
-            ids = order.prompt
+    def _ids(self, request: GroupSampleRequest, run: _Run) -> tuple[int, ...]:
+        if isinstance(request.prompt, tuple):
+            refuse_unknown_tokens(request.prompt, len(ALPHABET), "prompt")
+            ids = request.prompt
         else:
-            ids = self._tokens(order.prompt)
-        if order.prompt_ids not in (None, ids):
+            ids = self._tokens(request.prompt)
+        if request.prompt_ids not in (None, ids):
             message = "The given tokens are not what this engine makes of the prompt."
-            raise WrongOrder(message, "prompt_ids", "tokenizer_mismatch")
+            raise InvalidSampleRequest(message, "prompt_ids", "tokenizer_mismatch")
         if len(ids) > run.longest_prompt:
             message = f"The prompt has {len(ids)} tokens, and this run takes at most {run.longest_prompt}."
-            raise WrongOrder(message, "prompt", "prompt_too_long")
+            raise InvalidSampleRequest(message, "prompt", "prompt_too_long")
         return ids
 
 
@@ -669,7 +671,7 @@ def _free_folder(settings: _Settings) -> Path:
 async def _opened(
     settings: _Settings,
     folder: Path,
-    order: OpenRun,
+    request: OpenRun,
     manifests: Sequence[StepRecord],
     metrics: _Metrics,
 ) -> _Run:
@@ -681,7 +683,7 @@ async def _opened(
     policy = await learner.publish(manifests[-1].version_out if manifests else 0)
     await sampler.load(policy)
     return _Run(
-        settings, folder, order.longest_prompt, learner, sampler, policy, [*manifests], metrics
+        settings, folder, request.longest_prompt, learner, sampler, policy, [*manifests], metrics
     )
 
 
@@ -724,11 +726,11 @@ def _weights(group: Group) -> tuple[RolloutCredit | None, ...]:
 # --- what cannot be asked -------------------------------------------------------------------------
 
 
-def _check(settings: _Settings, order: OpenRun) -> None:
+def _check(settings: _Settings, request: OpenRun) -> None:
     if settings.model == NO_SUCH_MODEL:
         raise ModelError(f"There is no model {settings.model}.")
-    if order.longest_prompt < 1:
-        raise UsageError(f"longest_prompt is {order.longest_prompt}; at least 1 token.")
+    if request.longest_prompt < 1:
+        raise UsageError(f"longest_prompt is {request.longest_prompt}; at least 1 token.")
 
 
 def _check_plan(run: _Run, plan: Plan) -> None:
@@ -752,8 +754,8 @@ def _finite(rollout: Rollout) -> bool:
     return rollout.reward is not None and math.isfinite(rollout.reward)
 
 
-def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
-    asked = order.sampling
+def _params(request: GroupSampleRequest, settings: _Settings) -> SamplingParams:
+    asked = request.sampling
     own = SamplingParams(
         max_tokens=settings.longest_completion,
         temperature=settings.temperature,
@@ -766,15 +768,15 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
     check_processing(params, len(ALPHABET))
     if params.processing is not None and params.processing.is_constrained:
         check_constraint(params.processing)
-    if order.trains:
+    if request.trains:
         _check_learnable(asked)
-    if not order.trains <= params.max_tokens <= settings.longest_completion:
-        raise WrongOrder(
+    if not request.trains <= params.max_tokens <= settings.longest_completion:
+        raise InvalidSampleRequest(
             f"A completion of up to {params.max_tokens} tokens was asked for; from 1 to {settings.longest_completion} there is room for.",
             "max_tokens",
         )
     if params.max_tokens and not 0 <= params.min_tokens <= params.max_tokens:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
             "min_tokens",
         )
@@ -788,7 +790,7 @@ def _check_learnable(asked: Sampling) -> None:
     if restricting:
         raise UsageError(f"Nothing could be learnt with {', '.join(restricting)}; leave it out.")
     if asked.temperature == 0:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             "Nothing could be learnt at temperature 0; give one above it.", "temperature"
         )
 

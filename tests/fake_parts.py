@@ -48,9 +48,9 @@ class FakeParts:
         await self._at("plan")
         return LAYOUT
 
-    async def open(self, order: OpenParts) -> PartsOpened:
+    async def open(self, request: OpenParts) -> PartsOpened:
         await self._at("open")
-        self.orders.append(order)
+        self.orders.append(request)
         return PartsOpened((0,), LAYOUT, "f0")
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:

@@ -124,7 +124,7 @@ class FakeTinkerEngine:
     async def saved(self, stored: Stored) -> ModelSpec:
         return self.folders.read(stored).spec
 
-    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
+    async def sample(self, weights: Stored | str, request: SampleRequest) -> SampleResult:
         self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
         learner = FakeLearner("sampler", self.folder / "served")
         if isinstance(weights, Stored):
@@ -133,32 +133,32 @@ class FakeTinkerEngine:
         sampler = FakeSampler()
         await sampler.load(await _published(learner))
         completions = await sampler.generate(
-            GroupRequest(0, order.prompt_ids, order.seeds, order.params)
+            GroupRequest(0, request.prompt_ids, request.seeds, request.params)
         )
-        whole = Row(order.prompt_ids[:1], order.prompt_ids[1:], (), (), 0.0, 1.0)
-        targets = tuple(max(token, 0) for token in order.prompt_targets)
+        whole = Row(request.prompt_ids[:1], request.prompt_ids[1:], (), (), 0.0, 1.0)
+        targets = tuple(max(token, 0) for token in request.prompt_targets)
         rows = [whole, replace(whole, targets=targets)]
         logprobs, of_targets = await learner.logprobs(rows)
         tops = [
             await _top(learner, replace(whole, completion_ids=ids, temperature=temperature), count)
             for ids, temperature, count in (
-                (whole.completion_ids, 1.0, order.prompt_top),
+                (whole.completion_ids, 1.0, request.prompt_top),
                 *(
-                    (each.token_ids, order.params.temperature or 1.0, order.completion_top)
+                    (each.token_ids, request.params.temperature or 1.0, request.completion_top)
                     for each in completions
                 ),
             )
         ]
         return SampleResult(
             completions,
-            logprobs if order.prompt_logprobs else None,
-            tops[0] if order.prompt_top else None,
-            tuple(tops[1:]) if order.completion_top else None,
+            logprobs if request.prompt_logprobs else None,
+            tops[0] if request.prompt_top else None,
+            tuple(tops[1:]) if request.completion_top else None,
             tuple(
                 0.0 if token < 0 else logprob
-                for token, logprob in zip(order.prompt_targets, of_targets, strict=True)
+                for token, logprob in zip(request.prompt_targets, of_targets, strict=True)
             )
-            if order.prompt_targets
+            if request.prompt_targets
             else None,
         )
 

@@ -26,7 +26,13 @@ import pytest
 
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import Group
-from groupwise.server.engine.engine_protocol import Engine, OpenRun, Plan, Sampled, SampleOrder
+from groupwise.server.engine.engine_protocol import (
+    Engine,
+    GroupSampleRequest,
+    OpenRun,
+    Plan,
+    Sampled,
+)
 from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.seeds import member_seed
 
@@ -105,7 +111,7 @@ def rewarded(group: Group, reward: Callable[[int], float] = float) -> Group:
 
 
 async def plan(engine: Engine, step: int, **given: Any) -> Plan:
-    sampled = await engine.sample(SampleOrder(100 + step, "sort these"))
+    sampled = await engine.sample(GroupSampleRequest(100 + step, "sort these"))
     return Plan(step, (rewarded(sampled.group, **given),))
 
 
@@ -124,7 +130,7 @@ async def test_what_cannot_be_opened_leaves_nothing(host: Host):
 async def test_a_group_follows_from_its_draw(host: Host):
     engine = await host.make()
     opened = await engine.open(host.order())
-    first = await engine.sample(SampleOrder(7, "sort these"))
+    first = await engine.sample(GroupSampleRequest(7, "sort these"))
     assert (first.step, first.version) == (0, 0)
     assert first.fingerprint == opened.policy.fingerprint
     assert (first.group.draw, first.group.example.prompt) == (7, "sort these")
@@ -136,34 +142,36 @@ async def test_a_group_follows_from_its_draw(host: Host):
         assert (segment.policy_version, segment.fingerprint) == (0, first.fingerprint)
         assert rollout.prompt_ids == await engine.tokens_of("sort these")
     together = await asyncio.gather(
-        *(engine.sample(SampleOrder(draw, "sort these")) for draw in (3, 7, 4))
+        *(engine.sample(GroupSampleRequest(draw, "sort these")) for draw in (3, 7, 4))
     )
     assert together[1] == first
     assert together[0].group.rollouts != first.group.rollouts
 
 
 IMPOSSIBLE = {
-    "too long": SampleOrder(1, "sort these " * LONGEST_PROMPT),
-    "empty": SampleOrder(1, ""),
-    "top_p": SampleOrder(1, "sort", sampling=Sampling(top_p=0.9)),
-    "greedy": SampleOrder(1, "sort", sampling=Sampling(temperature=0.0)),
-    "too many tokens": SampleOrder(1, "sort", sampling=Sampling(max_tokens=10_000)),
-    "more than the most": SampleOrder(1, "sort", sampling=Sampling(max_tokens=2, min_tokens=3)),
-    "other tokens": SampleOrder(1, "sort", prompt_ids=(0,)),
+    "too long": GroupSampleRequest(1, "sort these " * LONGEST_PROMPT),
+    "empty": GroupSampleRequest(1, ""),
+    "top_p": GroupSampleRequest(1, "sort", sampling=Sampling(top_p=0.9)),
+    "greedy": GroupSampleRequest(1, "sort", sampling=Sampling(temperature=0.0)),
+    "too many tokens": GroupSampleRequest(1, "sort", sampling=Sampling(max_tokens=10_000)),
+    "more than the most": GroupSampleRequest(
+        1, "sort", sampling=Sampling(max_tokens=2, min_tokens=3)
+    ),
+    "other tokens": GroupSampleRequest(1, "sort", prompt_ids=(0,)),
 }
 
 
 async def test_what_cannot_be_asked(host: Host):
     engine = await host.make()
     with pytest.raises(UsageError):
-        await engine.sample(SampleOrder(1, "sort"))
+        await engine.sample(GroupSampleRequest(1, "sort"))
     await engine.open(host.order())
-    before = await engine.sample(SampleOrder(7, "sort these"))
+    before = await engine.sample(GroupSampleRequest(7, "sort these"))
     for why, order in IMPOSSIBLE.items():
         found = await asyncio.gather(engine.sample(order), return_exceptions=True)
         assert isinstance(found[0], UsageError), why
     own = await engine.tokens_of("sort these")
-    assert await engine.sample(SampleOrder(7, "sort these", prompt_ids=own)) == before
+    assert await engine.sample(GroupSampleRequest(7, "sort these", prompt_ids=own)) == before
 
 
 @HERE
@@ -195,7 +203,7 @@ async def test_a_successor_takes_later_steps_again(host: Host):
     for step in range(3):
         plans.append(await plan(engine, step))
         records.append((await engine.step(plans[-1])).record)
-        samples.append(await engine.sample(SampleOrder(7, "sort these")))
+        samples.append(await engine.sample(GroupSampleRequest(7, "sort these")))
     await engine.close()
     engine = await host.make()
     opened = await engine.open(host.order(run=first.run))
@@ -204,14 +212,14 @@ async def test_a_successor_takes_later_steps_again(host: Host):
     assert opened.policy.fingerprint == records[SAVE_STEPS - 1].fingerprint_out
     assert [(await engine.metrics_of(step))["reward"] for step in range(3)] == [1.0] * 3
     assert await engine.metrics_of(3) == {}
-    assert await engine.sample(SampleOrder(7, "sort these")) == samples[SAVE_STEPS - 1]
+    assert await engine.sample(GroupSampleRequest(7, "sort these")) == samples[SAVE_STEPS - 1]
     await engine.close()
     engine = await host.make()
     undone = await engine.open(host.order(run=first.run))
     assert undone.manifests == tuple(records[:SAVE_STEPS])
     again = await engine.step(plans[2])
     assert _timeless(again.record) == _timeless(records[2])
-    assert await engine.sample(SampleOrder(7, "sort these")) == samples[2]
+    assert await engine.sample(GroupSampleRequest(7, "sort these")) == samples[2]
     saved = await engine.save()
     assert saved.step == 3
     assert files(saved.path)
@@ -234,7 +242,7 @@ async def test_a_closed_run(host: Host, finished: bool):
     await engine.step(await plan(engine, 0))
     assert await engine.close_run(finished) == opened.folder
     assert bool(files(Path(opened.folder, "final"))) == finished
-    sampled: Sampled = await engine.sample(SampleOrder(7, "sort these"))
+    sampled: Sampled = await engine.sample(GroupSampleRequest(7, "sort these"))
     assert sampled.step == 1
     await engine.close()
     await engine.close()
@@ -270,9 +278,9 @@ async def test_a_new_run(host: Host):
 async def test_requests_are_read_as_they_grow_and_one_that_is_cancelled_disturbs_nobody(host: Host):
     engine = await host.make()
     await engine.open(host.order())
-    order = SampleOrder(7, "sort these", sampling=Sampling(seed=1))
+    order = GroupSampleRequest(7, "sort these", sampling=Sampling(seed=1))
     task = asyncio.create_task(engine.sample(order))
-    given_up = asyncio.create_task(engine.sample(SampleOrder(8, "sort these")))
+    given_up = asyncio.create_task(engine.sample(GroupSampleRequest(8, "sort these")))
     await asyncio.sleep(0)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -299,7 +307,7 @@ async def test_requests_are_read_as_they_grow_and_one_that_is_cancelled_disturbs
 async def test_a_step(host: Host):
     engine = await host.make()
     opened = await engine.open(host.order())
-    before = await engine.sample(SampleOrder(7, "sort these"))
+    before = await engine.sample(GroupSampleRequest(7, "sort these"))
     order = Plan(0, (rewarded(before.group),), learning_rate=0.2)
     done = await engine.step(order)
     record = done.record
@@ -307,7 +315,7 @@ async def test_a_step(host: Host):
     assert (record.draws, record.learning_rate) == ((7,), 0.2)
     assert record.fingerprint_out == done.policy.fingerprint != opened.policy.fingerprint
     assert done.metrics["reward"] == 1.0
-    after = await engine.sample(SampleOrder(7, "sort these"))
+    after = await engine.sample(GroupSampleRequest(7, "sort these"))
     assert (after.step, after.version, after.fingerprint) == (1, 1, done.policy.fingerprint)
     for wrong in (0, 2):
         with pytest.raises(GroupwiseError, match=f"step {wrong}.*1 steps"):

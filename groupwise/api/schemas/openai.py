@@ -395,7 +395,7 @@ class _Request(CompletionFields):
         return self.max_tokens
 
     @property
-    def order_fields(self) -> Mapping[Any, str]:
+    def field_names(self) -> Mapping[Any, str]:
         """This protocol's names for the fields that an engine may refuse."""
         names = (
             "prompt",
@@ -538,10 +538,10 @@ class ChatRequest(_Request):
         return arguments
 
     @property
-    def order_fields(self) -> Mapping[Any, str]:
+    def field_names(self) -> Mapping[Any, str]:
         """This protocol's names for the fields that an engine may refuse."""
         limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-        return {**super().order_fields, "prompt": "messages", "max_tokens": limit}
+        return {**super().field_names, "prompt": "messages", "max_tokens": limit}
 
     @property
     def tool_selection(self) -> ToolSelection:

@@ -1,19 +1,30 @@
 """A tokenizer that needs `tokenizers` and Jinja, but not transformers, whose import alone costs a second and a half of a processor.
 
-`read_fast_tokenizer` reads the folder of a model whose tokenizer transformers would load as its plain `TokenizersBackend`, or as that of
-Qwen2 and Qwen3, and which has nothing that transformers would change while it loads it; for any other folder it returns None. Token ids,
+`read_fast_tokenizer` reads the folder of a model whose tokenizer transformers would take from `tokenizer.json` as it is, or rebuild as one
+of four classes: those of Qwen2 and Qwen3, of SmolLM2, of Llama 2 and of Gemma. So Llama 3, Mistral's smaller models and Phi 3 and 4 are
+read here as well. For any other folder, or if transformers would change anything else while it loads it, the answer is None. Token ids,
 texts, rendered chats and saved files equal those of transformers. What `FastTokenizer` cannot do itself, transformers' own tokenizer does:
 it is loaded at that moment, and answers everything from then on.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from groupwise.engine.models.template_program import run_template
 
@@ -24,15 +35,43 @@ UNLIMITED = int(1e30)
 """transformers' `model_max_length` of a tokenizer that has no limit."""
 _SAVED = {"backend": "tokenizers", "is_local": True, "local_files_only": True}
 _KNOWN = {*NAMED, *_SAVED, "tokenizer_class", "model_max_length", "extra_special_tokens"}
-_KNOWN |= {"clean_up_tokenization_spaces"}
-QWEN = "Qwen2Tokenizer"
-"""transformers' class that takes vocabulary, merges and added tokens from `tokenizer.json`, and cuts texts by `_QWEN_WORDS`."""
-_QWEN_MODELS = ("qwen2", "qwen3")
-_QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN_OLDER = {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
+_KNOWN |= {"clean_up_tokenization_spaces", "errors", "add_prefix_space", "split_special_tokens"}
+_OLDER = {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
 """Keys that only older releases of transformers write."""
-_QWEN_FALSE = {"add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"}
-"""Keys that are known here if they are false or null."""
+_UNUSED = {"add_bos_token", "add_eos_token", "sp_model_kwargs", "spaces_between_special_tokens"}
+_UNUSED |= {"use_default_system_prompt", "vocab_size", "model_input_names", "padding_side"}
+_UNUSED |= {"legacy"}
+"""Keys of published configs that change no ids and no texts where there is a `tokenizer.json`; transformers writes them when it saves."""
+QWEN, GPT2, LLAMA, GEMMA = "Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizer"
+_REBUILT = {
+    QWEN: ("qwen2", "qwen3"),
+    GPT2: ("llama",),
+    LLAMA: ("llama",),
+    GEMMA: ("gemma", "gemma2", "gemma3", "gemma3_text"),
+}
+"""Classes that take vocabulary, merges and added tokens from `tokenizer.json`, and cut texts in their own way; of these model types."""
+_MISTRAL = ("mistral", "mixtral")
+"""Model types whose tokenizer the package mistral-common reads, if it is installed."""
+_TAKEN_AS_IT_IS = (*_MISTRAL, "phi3", "olmo2", "granite")
+"""Model types whose `tokenizer.json` is taken as it is, although their configs name another class."""
+_DEFAULTS = {
+    QWEN: {
+        "unk_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+    },
+    GPT2: dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    LLAMA: {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    GEMMA: {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+}
+"""Special tokens of a class where the config names none."""
+_QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")
 """Model types whose tokenizer transformers repairs if its vocabulary is large."""
 
@@ -40,100 +79,157 @@ _REPAIRED = ("mistral", "ministral", "voxtral", "pixtral")
 def read_fast_tokenizer(folder: Path) -> FastTokenizer | None:
     """The tokenizer of a local folder, or None if only transformers loads it as it should be."""
     files = {entry.name for entry in folder.iterdir()}
-    others = {"special_tokens_map.json", "added_tokens.json", "additional_chat_templates"}
-    if not {"tokenizer.json", "tokenizer_config.json"} <= files or others & files:
+    if not {"tokenizer.json", "tokenizer_config.json"} <= files:
         return None
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokens, template = config.get("added_tokens_decoder"), config.get("chat_template")
+    written = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens, template = written.get("added_tokens_decoder"), written.get("chat_template")
     if "chat_template.jinja" in files:
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    qwen = str(config.get("tokenizer_class")).removesuffix("Fast") == QWEN
-    if qwen:
-        config = _saved_config_of_qwen(config)
-    if not _is_known(config, qwen) or not isinstance(template, str | None):
+    others = {"special_tokens_map.json", "added_tokens.json"} if tokens is None else set[str]()
+    others |= {"additional_chat_templates", "tekken.json"}
+    if others & files or not isinstance(template, str | None):
         return None
     try:
         backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # noqa: BLE001 - it raises nothing more special for a damaged file, which transformers reports
         return None
-    if not _is_complete(backend, config):
-        return None
     facts = (
         json.loads((folder / "config.json").read_text("utf-8")) if "config.json" in files else {}
     )
     model_type = str(facts.get("model_type", _REPAIRED[0]))
-    if qwen:
-        if model_type not in _QWEN_MODELS or not _is_built_like_qwen(backend, tokens):
-            return None
-        _cut_like_qwen(backend)
-    elif backend.get_vocab_size() > 100_000 and model_type.startswith(_REPAIRED):
+    large = backend.get_vocab_size() > 100_000
+    kind = _class_of(str(written.get("tokenizer_class")), model_type, backend)
+    if kind is None or (large and model_type.startswith(_REPAIRED)):
         return None
+    config = _current_config(written, kind)
+    if not _is_known(written, kind, backend) or not _is_complete(backend, tokens, config):
+        return None
+    if kind != CLASS:
+        _rebuild(backend, kind, config)
+    if backend.post_processor is None:
+        backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1")
     return FastTokenizer(str(folder), config, backend, template)
 
 
-def _is_known(config: Mapping[str, Any], qwen: bool) -> bool:
-    """True if the config names one of the two classes, and holds nothing else that changes what it does."""
-    known = _KNOWN | {"errors", "add_prefix_space", "split_special_tokens"} if qwen else _KNOWN
+def _class_of(declared: str, model_type: str, backend: Any) -> str | None:
+    """The class as which transformers loads a tokenizer whose config declares this one; None where that is not known here."""
+    name = declared.removesuffix("Fast")
+    if declared == CLASS:
+        return CLASS
+    if model_type in _MISTRAL and importlib.util.find_spec("mistral_common") is not None:
+        return None
+    if declared == "PreTrainedTokenizerFast" and model_type in ("llama", *_TAKEN_AS_IT_IS):
+        return CLASS
+    if name in (LLAMA, GPT2) and model_type in _TAKEN_AS_IT_IS:
+        return CLASS
+    if name == LLAMA and isinstance(backend.decoder, decoders.ByteLevel):
+        return None  # releases of transformers differ
+    return name if model_type in _REBUILT.get(name, ()) else None
+
+
+def _is_known(written: Mapping[str, Any], kind: str, backend: Any) -> bool:
+    """True if the config holds nothing that changes what the class does, apart from what is read here."""
+    plain = written.get("add_prefix_space") in (None, False)
     return (
-        config.get("tokenizer_class") == (QWEN if qwen else CLASS)
-        and not config.get("clean_up_tokenization_spaces")
-        and config.keys() <= known
-        and isinstance(config.get("extra_special_tokens", []), list | None)
+        written.keys() <= _KNOWN | _OLDER | _UNUSED
+        and not written.get("split_special_tokens")
+        and (plain or kind in (CLASS, LLAMA))
+        and (
+            not written.get("clean_up_tokenization_spaces") or isinstance(backend.model, models.BPE)
+        )
+        and written.get("model_input_names") in (None, ["input_ids", "attention_mask"])
+        and not {"additional_special_tokens", "extra_special_tokens"} <= written.keys()
+        and isinstance(written.get("extra_special_tokens", []), list | None)
+        and (
+            "added_tokens_decoder" in written  # it says what those are that stand as objects
+            or all(isinstance(written.get(name), str | None) for name in NAMED)
+        )
     )
 
 
-def _is_complete(backend: Any, config: Mapping[str, Any]) -> bool:
-    """True if transformers would add neither a post-processor nor tokens that the config names, and texts keep their lengths."""
+def _current_config(written: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config as transformers reads it: with its class, its special tokens as texts, and under today's names."""
+    dropped = _OLDER | {"add_bos_token", "add_eos_token"}
+    config = _DEFAULTS.get(kind, {}) | {key: written[key] for key in written.keys() - dropped}
+    if "additional_special_tokens" in written:
+        config["extra_special_tokens"] = written["additional_special_tokens"]
+    texts = {
+        name: config[name].get("content") for name in NAMED if isinstance(config.get(name), dict)
+    }
+    return {**config, **texts, "tokenizer_class": kind}
+
+
+def _is_complete(backend: Any, tokens: Any, config: Mapping[str, Any]) -> bool:
+    """True if transformers would add no tokens that the config names, and texts keep their lengths. `tokens`: those that it describes."""
     named = [config[name] for name in NAMED if config.get(name) is not None]
     special = [*named, *(config.get("extra_special_tokens") or ())]
     added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
     marked = {token.content for token in added.values() if token.special}
     return (
-        not (backend.truncation or backend.padding or backend.post_processor is None)
+        not (backend.truncation or backend.padding)
         and all(isinstance(token, str) for token in special)
         and marked.issuperset(special)
+        and tokens in (None, _described_tokens(backend))
+        and (config["tokenizer_class"] == CLASS or _keeps_its_tokens(backend))
     )
 
 
-def _saved_config_of_qwen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as transformers saves it; without a class if it would add tokens of its own, or act on a key that is not known here."""
-    dropped = _QWEN_OLDER | {"add_bos_token", "add_eos_token"}
-    saved = {name: value for name, value in config.items() if name not in dropped}
-    if "additional_special_tokens" in config:
-        saved.setdefault("extra_special_tokens", config["additional_special_tokens"])
-    complete = {"unk_token", "bos_token", "eos_token", "pad_token"} <= config.keys()
-    twice = {"additional_special_tokens", "extra_special_tokens"} <= config.keys()
-    plain = complete and not twice and not any(config.get(name) for name in _QWEN_FALSE)
-    return {**saved, "tokenizer_class": QWEN if plain else None}
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 
 
-def _is_built_like_qwen(backend: Any, tokens: Any) -> bool:
-    """True if the tokenizer that transformers builds from these parts has the same tokens. `tokens`: those that the config adds, if any."""
+def _described_tokens(backend: Any) -> dict[str, dict[str, Any]]:
+    """The added tokens as a config describes them in `added_tokens_decoder`."""
     added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-    flags = ("lstrip", "normalized", "rstrip", "single_word")
-    described = {
-        str(number): {name: getattr(token, name) for name in ("content", "special", *flags)}
+    return {
+        str(number): {name: getattr(token, name) for name in ("content", "special", *_FLAGS)}
         for number, token in added.items()
     }
-    first, model = backend.get_vocab_size(with_added_tokens=False), backend.model
-    return (
-        tokens in (None, described)
-        and sorted(added) == [*range(first, first + len(added))]
-        and not any(getattr(token, flag) for token in added.values() for flag in flags)
-        and isinstance(model, models.BPE)
-        and (model.continuing_subword_prefix, model.end_of_word_suffix) == ("", "")
-        and not (model.dropout or model.unk_token or model.fuse_unk)
-        and not (model.byte_fallback or model.ignore_merges)
-    )
 
 
-def _cut_like_qwen(backend: Any) -> None:
+def _keeps_its_tokens(backend: Any) -> bool:
+    """True if the tokenizer that transformers builds from these parts has the same tokens, and joins them by the same rules."""
+    added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    model, following = backend.model, backend.get_vocab_size(with_added_tokens=False)
+    if not isinstance(model, models.BPE) or model.dropout or model.ignore_merges:
+        return False
+    for number, token in sorted(added.items()):
+        known = model.token_to_id(token.content)
+        if (following if known is None else known) != number:
+            return False
+        if any(getattr(token, flag) for flag in _FLAGS):
+            return False
+        following += known is None
+    return not (model.continuing_subword_prefix or model.end_of_word_suffix)
+
+
+def _rebuild(backend: Any, kind: str, config: Mapping[str, Any]) -> None:
     """Normalise, cut and decode texts as transformers' class does, whatever `tokenizer.json` says."""
-    words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated", invert=False)
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
-    backend.decoder = decoders.ByteLevel()
+    pieces = kind in (LLAMA, GEMMA)
+    model = backend.model
+    model.fuse_unk = model.byte_fallback = pieces
+    model.unk_token = config["unk_token"] if kind == GEMMA else None
+    backend.normalizer = None
+    if not pieces:
+        model.continuing_subword_prefix = model.end_of_word_suffix = ""
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == GPT2)
+        if kind == QWEN:
+            backend.normalizer = normalizers.NFC()
+            words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated", invert=False)
+            letters = pre_tokenizers.Sequence([words, letters])
+        backend.pre_tokenizer, backend.decoder = letters, decoders.ByteLevel()
+        return
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == GEMMA:
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    else:
+        prefixed = config.get("add_prefix_space") is not False
+        first = "always" if config.get("legacy") else "first"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme=first if prefixed else "never", split=False
+        )
+        steps += [decoders.Strip(content=" ", left=1)] * prefixed
+    backend.decoder = decoders.Sequence(steps)
 
 
 class _Encoded(dict[str, list[int]]):
@@ -225,7 +321,13 @@ class FastTokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> Any:
-        if self._whole is not None or options or isinstance(self.chat_template, dict):
+        saved_as_read = not _UNUSED & self._config.keys()
+        if (
+            self._whole is not None
+            or options
+            or isinstance(self.chat_template, dict)
+            or not saved_as_read
+        ):
             return self._load().save_pretrained(save_directory, **options)
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)

@@ -48,15 +48,15 @@ from groupwise.runs.store import Store
 from groupwise.server.engine.engine_protocol import (
     PART,
     EngineLost,
+    GroupSampleRequest,
+    InvalidSampleRequest,
     Opened,
     OpenRun,
     Plan,
     Probe,
     Sampled,
-    SampleOrder,
     Saved,
     StepDone,
-    WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.sampling_checks import (
@@ -158,26 +158,26 @@ class EngineCore:
         self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
-    async def open(self, order: OpenRun) -> Opened:
+    async def open(self, request: OpenRun) -> Opened:
         """See `Engine.open`. Only once: another run gets another engine."""
         async with self._run_lock:
             assert self._opened is None, "an engine hosts one run; a new run gets a new engine"
             try:
-                return await self._load_run(order)
+                return await self._load_run(request)
             except BaseException:
                 await self._scope.aclose()
                 raise
 
-    async def _load_run(self, order: OpenRun) -> Opened:
-        loaded = load_config(dict(order.config))
+    async def _load_run(self, request: OpenRun) -> Opened:
+        loaded = load_config(dict(request.config))
         refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
         self._scope.callback(prefork.end_zygote)
-        point = find_resume_point(loaded, True, order.run) if order.run is not None else None
+        point = find_resume_point(loaded, True, request.run) if request.run is not None else None
         manifests, self._undone_metrics = _committed_steps(point)
         if point is not None:
             loaded = use_copied_start(loaded, point)
-        prepared = _prepare_run(loaded, order.longest_prompt)
+        prepared = _prepare_run(loaded, request.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._open_run_folder(prepared, point)
         config = prepared.config
@@ -190,8 +190,8 @@ class EngineCore:
         run = _assemble_run(prepared, folder, parts, progress, publications)
         if resumption is not None:
             restore_checkpoint(run, prepared, resumption)
-        elif order.start_from is not None:
-            run.learner.load(order.start_from)
+        elif request.start_from is not None:
+            run.learner.load(request.start_from)
             await save_checkpoint(run)  # from now on it does not need the other run's checkpoint
         await publish(run, run.policy.version)
         if (prepare_schemas := getattr(run.sampler, "prepare_schemas", None)) is not None:
@@ -203,7 +203,7 @@ class EngineCore:
             prepared,
             parts,
             progress,
-            order.longest_prompt,
+            request.longest_prompt,
             max(map(len, run.tokenizer.get_vocab())),
             time.perf_counter(),
         )
@@ -220,10 +220,10 @@ class EngineCore:
             max_steps=run.max_steps,
             policy=run.policy,
             manifests=manifests,
-            longest_prompt=order.longest_prompt,
+            longest_prompt=request.longest_prompt,
             longest_completion=config.sampler.max_completion_length,
             tokenizer_hash=self._tokenizer_hash,
-            longest_prompt_characters=order.longest_prompt * self._opened.longest_token,
+            longest_prompt_characters=request.longest_prompt * self._opened.longest_token,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
             chat_template=str(
@@ -282,39 +282,39 @@ class EngineCore:
 
     # --- sampling --------------------------------------------------------------------------------
 
-    async def sample(self, order: SampleOrder) -> Sampled:
+    async def sample(self, request: GroupSampleRequest) -> Sampled:
         """See `Engine.sample`."""
         run = self._loaded_run.run
-        ids = await self._prompt_ids(order)
-        params = self._sampling_params(order, len(ids))
+        ids = await self._prompt_ids(request)
+        params = self._sampling_params(request, len(ids))
         if params.processing is not None and params.processing.is_constrained:
             await asyncio.to_thread(check_constraint, params.processing)
         training = run.config.training
-        seed, draw = training.seed, order.draw
-        if order.sampling.seed is not None:  # the same completions, for any draw
-            seed, draw = order.sampling.seed, 0
-        keep = call_markers(run.tokenizer) if order.columns.get(TOOLS) else frozenset[int]()
-        members = range(order.members or training.num_generations)
+        seed, draw = training.seed, request.draw
+        if request.sampling.seed is not None:  # the same completions, for any draw
+            seed, draw = request.sampling.seed, 0
+        keep = call_markers(run.tokenizer) if request.columns.get(TOOLS) else frozenset[int]()
+        members = range(request.members or training.num_generations)
         seeds = tuple(member_seed(seed, draw, member) for member in members)
-        request = GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
-        self._call_markers[order.draw] = keep
+        group_request = GroupRequest(request.draw, ids, seeds, params, request.top_logprobs)
+        self._call_markers[request.draw] = keep
         try:
-            async with run.sampled_by(order.policy_step) as (step, policy):
-                prompt_logprobs = await self._prompt_logprobs(order, ids)
-                completions = await run.sampler.generate(request) if params.max_tokens else ()
+            async with run.sampled_by(request.policy_step) as (step, policy):
+                prompt_logprobs = await self._prompt_logprobs(request, ids)
+                completions = await run.sampler.generate(group_request) if params.max_tokens else ()
         finally:
-            self._call_markers.pop(order.draw, None)
-        prompt = order.prompt
+            self._call_markers.pop(request.draw, None)
+        prompt = request.prompt
         if isinstance(prompt, tuple):
             prompt = render_prompt(run.tokenizer, ids)
-        example = Example(order.draw, prompt, dict(order.columns))
+        example = Example(request.draw, prompt, dict(request.columns))
 
         def text_of(token_ids: Sequence[int]) -> str:
             return completion_text(run.tokenizer, token_ids, keep)
 
-        group = group_of(example, request, completions, text_of)
+        group = group_of(example, group_request, completions, text_of)
         if not params.max_tokens:
-            nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in members]
+            nothing = [Rollout(request.draw, member, 0, ids, (), "") for member in members]
             group = replace(group, rollouts=tuple(nothing))
         check_served(policy, group)
         tokens = sum(rollout.written for rollout in group.rollouts)
@@ -332,10 +332,10 @@ class EngineCore:
         )
 
     async def _prompt_logprobs(
-        self, order: SampleOrder, ids: tuple[int, ...]
+        self, request: GroupSampleRequest, ids: tuple[int, ...]
     ) -> PromptLogprobs | None:
-        """The log-probabilities of the prompt, if the order asks for them. Raises UsageError if the run's sampler cannot tell."""
-        if order.prompt_logprobs is None:
+        """The log-probabilities of the prompt, if the request asks for them. Raises UsageError if the run's sampler cannot tell."""
+        if request.prompt_logprobs is None:
             return None
         run = self._loaded_run.run
         ask = getattr(run.sampler, "prompt_logprobs", None)
@@ -344,7 +344,7 @@ class EngineCore:
                 "The log-probabilities of a prompt (echo with logprobs) cannot be had from this run's sampler. Leave echo out, or start "
                 "the server with sampler.engine torch or vllm and no other model.backend."
             )
-        return await ask(ids, order.prompt_logprobs)
+        return await ask(ids, request.prompt_logprobs)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
@@ -369,14 +369,14 @@ class EngineCore:
         """A copy, because a tokenizer cannot be used by two threads at once."""
         return copy.deepcopy(self._loaded_run.run.tokenizer)
 
-    async def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
-        """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
-        prompt, current = order.prompt, self._loaded_run
+    async def _prompt_ids(self, request: GroupSampleRequest) -> tuple[int, ...]:
+        """The prompt's tokens. Raises InvalidSampleRequest if there are too many, or if they differ from the client's."""
+        prompt, current = request.prompt, self._loaded_run
         longest = current.longest_prompt
         if isinstance(prompt, tuple):
             refuse_unknown_tokens(prompt, len(current.run.tokenizer), "prompt")
             if not 1 <= len(prompt) <= longest:
-                raise WrongOrder(
+                raise InvalidSampleRequest(
                     f"The prompt has {len(prompt)} tokens, and this run takes 1 to {longest} (max_prompt_length). Shorten it, or start "
                     "the run with a higher one.",
                     "prompt",
@@ -390,23 +390,23 @@ class EngineCore:
             check = partial(check_characters, longest=longest, most=most)
             check(*texts_of(prompt))
             # Tools, their calls and arguments of the template are written into a prompt, too, so it is checked again once it is rendered.
-            if len(json.dumps([prompt, dict(order.columns)])) <= LONG:
-                ids = first_ids(current.run.tokenizer, prompt, (), order.columns, check)
+            if len(json.dumps([prompt, dict(request.columns)])) <= LONG:
+                ids = first_ids(current.run.tokenizer, prompt, (), request.columns, check)
             else:
                 async with self._tokenising:
-                    tokenizer, columns = self._tokenizer_for_thread, order.columns
+                    tokenizer, columns = self._tokenizer_for_thread, request.columns
                     ids = await asyncio.to_thread(first_ids, tokenizer, prompt, (), columns, check)
         except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
-            raise WrongOrder(str(error), "prompt") from None
-        if order.prompt_ids is not None and order.prompt_ids != ids:
-            raise WrongOrder(
-                f"prompt_tokens are not what this server makes of the prompt: {_first_difference(order.prompt_ids, ids)}. Compare "
+            raise InvalidSampleRequest(str(error), "prompt") from None
+        if request.prompt_ids is not None and request.prompt_ids != ids:
+            raise InvalidSampleRequest(
+                f"prompt_tokens are not what this server makes of the prompt: {_first_difference(request.prompt_ids, ids)}. Compare "
                 "tokenizer and chat template with GET /tokenizer, or leave prompt_tokens out.",
                 "prompt_ids",
                 "tokenizer_mismatch",
             )
         if len(ids) > longest:
-            raise WrongOrder(
+            raise InvalidSampleRequest(
                 f"The prompt has {len(ids)} tokens, and this run takes at most {longest} (max_prompt_length). Shorten it, or start "
                 "the run with a higher one.",
                 "prompt",
@@ -414,10 +414,10 @@ class EngineCore:
             )
         return ids
 
-    def _sampling_params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
-        """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
-        current, requested = self._loaded_run, order.sampling
-        if order.trains:
+    def _sampling_params(self, request: GroupSampleRequest, prompt_length: int) -> SamplingParams:
+        """The run's sampling settings, overridden by those of the request. Raises UsageError for impossible combinations."""
+        current, requested = self._loaded_run, request.sampling
+        if request.trains:
             _refuse_unlearnable(requested)
         sampler = current.run.config.sampler
         params = SamplingParams(
@@ -438,18 +438,18 @@ class EngineCore:
         check_processing(params, len(current.run.tokenizer))
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
-            raise WrongOrder(
+            raise InvalidSampleRequest(
                 f"A completion of up to {params.max_tokens} tokens was asked for, but beside this prompt there is room for {room}. Ask "
                 "for fewer, or start the run with a higher max_completion_length.",
                 "max_tokens",
             )
-        if order.trains and not params.max_tokens:
-            raise WrongOrder(
+        if request.trains and not params.max_tokens:
+            raise InvalidSampleRequest(
                 "A completion of 0 tokens was asked for, of which nothing can be learnt. Give max_tokens of 1 or more.",
                 "max_tokens",
             )
         if params.max_tokens and params.min_tokens > params.max_tokens:
-            raise WrongOrder(
+            raise InvalidSampleRequest(
                 f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
                 "min_tokens",
             )
@@ -567,7 +567,7 @@ class EngineCore:
         self._opened = None
 
 
-# --- from an order to a run ----------------------------------------------------------------------
+# --- from a request to a run ----------------------------------------------------------------------
 
 
 def _committed_steps(
@@ -647,7 +647,7 @@ def _refuse_unlearnable(sampling: Sampling) -> None:
             "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
         )
     if sampling.temperature == 0:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )

@@ -39,12 +39,12 @@ from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
 from groupwise.server.engine.engine_protocol import (
     EngineLost,
+    GroupSampleRequest,
     Opened,
     OpenRun,
     Plan,
     Probe,
     Sampled,
-    SampleOrder,
     Saved,
     StepDone,
 )
@@ -215,13 +215,13 @@ class EngineProcess:
         """Wait until the engine and all its descendants are gone; returns the reason."""
         return await asyncio.shield(asyncio.wrap_future(self._ended))
 
-    async def open(self, order: OpenRun) -> Opened:
+    async def open(self, request: OpenRun) -> Opened:
         """See `Engine.open`."""
-        return await self.call("open", order)
+        return await self.call("open", request)
 
-    async def sample(self, order: SampleOrder) -> Sampled:
+    async def sample(self, request: GroupSampleRequest) -> Sampled:
         """See `Engine.sample`."""
-        return await self.call("sample", order)
+        return await self.call("sample", request)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""

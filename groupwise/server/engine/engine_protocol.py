@@ -4,8 +4,8 @@ An engine holds one model and at most one run at a time. It samples groups, take
 the run's folder; it makes no decisions. Its driver (the HTTP process) has every request on disk before it calls the engine, so an engine
 may end at any moment: its successor opens the run at its last checkpoint, and the driver repeats the later steps.
 
-Errors: `UsageError` if the call itself is wrong (nothing was done; `WrongOrder` names the field of a `SampleOrder`), `RunError` if it
-failed while running, `EngineLost` if the engine ended or was killed before it answered.
+Errors: `UsageError` if the call itself is wrong (nothing was done; `InvalidSampleRequest` names the field of a
+`GroupSampleRequest`), `RunError` if it failed while running, `EngineLost` if the engine ended or was killed before it answered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineLost(RunError):
     code = "engine_lost"
 
 
-class WrongOrder(UsageError):
+class InvalidSampleRequest(UsageError):
     """A prompt that cannot be completed with these settings."""
 
     def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
@@ -46,7 +46,7 @@ class WrongOrder(UsageError):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WrongOrder, (self.message, self.field, self.code)
+        return InvalidSampleRequest, (self.message, self.field, self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleOrder:
+class GroupSampleRequest:
     """One prompt to complete. With `Sampling.max_tokens` 0 nothing is drawn: for `prompt_logprobs` alone."""
 
     draw: int
@@ -128,7 +128,7 @@ class Sampled:
     version: int
     fingerprint: str
     top_logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
-    """One entry for each member; empty if the order did not ask."""
+    """One entry for each member; empty if the request did not ask."""
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -240,11 +240,11 @@ class Engine(Protocol):
     time.
     """
 
-    async def open(self, order: OpenRun) -> Opened:
+    async def open(self, request: OpenRun) -> Opened:
         """Start or resume a run. Raises UsageError if config, model or checkpoint are wrong; nothing remains of the run then."""
         ...
 
-    async def sample(self, order: SampleOrder) -> Sampled:
+    async def sample(self, request: GroupSampleRequest) -> Sampled:
         """Complete a prompt with the current policy. Cancelling the call frees its slots.
 
         UsageError: the prompt is too long or empty, or the parameters are impossible.

@@ -97,38 +97,38 @@ class EngineParts:
             check_sent(Path(described))
         return asdict(_choose_layout(kind, _load_parts_config(kind, config), longest_prompt))
 
-    async def open(self, order: OpenParts) -> PartsOpened:
+    async def open(self, request: OpenParts) -> PartsOpened:
         """Load the model and build the parts; once. UsageError if config or model are wrong."""
         async with self._opening:
             if self._opened is not None:
                 raise UsageError("The model is loaded already; open other parts for another one.")
-            folder = Path(order.folder)
+            folder = Path(request.folder)
             check_sent(folder)
-            config = _load_parts_config(order.kind, order.config)
-            # Only the base is compared: `order.base` is its fingerprint without an adapter.
+            config = _load_parts_config(request.kind, request.config)
+            # Only the base is compared: `request.base` is its fingerprint without an adapter.
             base_config = config.model.model_copy(update={"adapter": None})
-            if order.base is not None and (fingerprint := identity(base_config)) != order.base:
+            if request.base is not None and (fingerprint := identity(base_config)) != request.base:
                 raise ModelError(
-                    f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
+                    f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({request.base}): "
                     "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
                 )
-            layout = _choose_layout(order.kind, config, order.longest_prompt)
+            layout = _choose_layout(request.kind, config, request.longest_prompt)
             build.expect_ranks(config)
             self._scope.callback(prefork.end_zygote)
             published = folder / PUBLISHED
             if isinstance(config, SftConfig):
-                parts = await build.start_supervised(config, layout, order.run, published)
-            elif order.kind == "training":
-                parts = await build.start_training(config, layout, order.run, published)
+                parts = await build.start_supervised(config, layout, request.run, published)
+            elif request.kind == "training":
+                parts = await build.start_training(config, layout, request.run, published)
             else:
-                weights = None if order.weights is None else Path(order.weights)
+                weights = None if request.weights is None else Path(request.weights)
                 parts = await build.start_serving(config, layout, weights)
             self._scope.callback(parts.close)
             stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
             self._opened = _OpenedParts(
                 parts, folder, prefork.vocabulary(config.model), layout.key_length
             )
-            serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
+            serving = "" if request.kind == "supervised" else self._opened.sampler.fingerprint()
             return PartsOpened(stops, asdict(layout), serving)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks an order to sample: what it says about single tokens, against the vocabulary of the run's tokenizer; and whether a prompt is too
+"""Checks a request to sample: what it says about single tokens, against the vocabulary of the run's tokenizer; and whether a prompt is too
 long by its characters alone, before it is tokenised.
 
 Tokenising a megabyte takes seconds. No token has more characters than the vocabulary's longest one, so a text with more characters
@@ -13,30 +13,30 @@ from typing import Any, cast
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LogitsProcessing, Prompt, SamplingParams
-from groupwise.server.engine.engine_protocol import WrongOrder
+from groupwise.server.engine.engine_protocol import InvalidSampleRequest
 from groupwise.tasks.openai.sampling import OrderField, Sampling
 
 
 def refuse_unknown_tokens(token_ids: Sequence[int], vocabulary: int, field: OrderField) -> None:
-    """Raise `WrongOrder` for an id that the tokenizer does not have."""
+    """Raise `InvalidSampleRequest` for an id that the tokenizer does not have."""
     unknown = next((id for id in token_ids if not 0 <= id < vocabulary), None)
     if unknown is not None:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             f"{unknown}, given as {field}, is no token of this model; its tokens are 0 to {vocabulary - 1}. GET /tokenizer has them.",
             field,
         )
 
 
 def stop_token_ids(sampling: Sampling, own: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
-    """The tokens that end a completion: the run's `own`, unless they are ignored, and those that the order adds."""
+    """The tokens that end a completion: the run's `own`, unless they are ignored, and those that the request adds."""
     refuse_unknown_tokens(sampling.stop_token_ids, vocabulary, "stop_token_ids")
     own_ids = () if sampling.ignore_eos else own
     return (*own_ids, *(id for id in dict.fromkeys(sampling.stop_token_ids) if id not in own_ids))
 
 
 def check_processing(params: SamplingParams, vocabulary: int) -> None:
-    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a constraint that cannot be followed to the end
-    because of other parameters.
+    """Raise `InvalidSampleRequest` for a bias on a token that the tokenizer does not have, and for a constraint that cannot be followed to
+    the end because of other parameters.
     """
     processing = params.processing
     if processing is None:
@@ -45,13 +45,13 @@ def check_processing(params: SamplingParams, vocabulary: int) -> None:
     if not processing.is_constrained:
         return
     if not params.stop_token_ids:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             "A completion that follows a schema ends with a stop token where the JSON is complete, but none is left. Leave ignore_eos "
             "out, or give stop_token_ids.",
             "tool_calls" if processing.tool_calls is not None else "json_schema",
         )
     if params.min_tokens:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             f"A completion that follows a schema ends where the JSON is complete, which may be before {params.min_tokens} tokens "
             "(min_tokens, or the run's min_completion_length). Give min_tokens 0.",
             "min_tokens",
@@ -59,7 +59,7 @@ def check_processing(params: SamplingParams, vocabulary: int) -> None:
 
 
 def check_constraint(processing: LogitsProcessing) -> None:
-    """Raise `WrongOrder` for a schema, or calls, that cannot be enforced. Compiles them for up to a second, without the interpreter."""
+    """Raise `InvalidSampleRequest` for a schema, or calls, that cannot be enforced. Compiles them, for up to a second without the GIL."""
     from groupwise.engine.sampler.json_schemas import check_calls, compile_schema  # loads torch
 
     field: OrderField = "tool_calls"
@@ -70,7 +70,7 @@ def check_constraint(processing: LogitsProcessing) -> None:
         if processing.json_schema is not None:
             compile_schema(processing.json_schema)
     except UsageError as error:
-        raise WrongOrder(str(error), field) from None
+        raise InvalidSampleRequest(str(error), field) from None
 
 
 LONG = 1 << 16
@@ -102,9 +102,9 @@ def texts_of(prompt: Prompt) -> list[str]:
 
 
 def check_characters(*texts: str, longest: int, most: int) -> None:
-    """Raise WrongOrder if the texts have more than `most` characters together, which `longest` tokens never exceed."""
+    """Raise InvalidSampleRequest if the texts have more than `most` characters together, which `longest` tokens never exceed."""
     if (count := sum(map(len, texts))) > most:
-        raise WrongOrder(
+        raise InvalidSampleRequest(
             f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
             f"never more than {most:,} characters. Shorten it, or start the run with a higher one.",
             "prompt",

@@ -191,7 +191,7 @@ class TinkerEngine(Protocol):
         """The spec of the model that saved these weights. If they are missing, raises UsageError with a list of the existing ones."""
         ...
 
-    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
+    async def sample(self, weights: Stored | str, request: SampleRequest) -> SampleResult:
         """Complete a prompt with stored weights of either kind, or with the base of that name. Cancelling frees its slots.
 
         UsageError: the weights are missing, the prompt is empty or too long, or the parameters are impossible.

@@ -119,7 +119,7 @@ class EngineModels:
         self._free = ChangeNotifier()
         self._numbers = itertools.count()
 
-    async def open(self, order: OpenModels) -> Base:
+    async def open(self, request: OpenModels) -> Base:
         """Share the base of the open run, or load one. Opening the same base again is harmless.
 
         UsageError if another base is in memory, or if the run trains all of its weights.
@@ -127,39 +127,41 @@ class EngineModels:
         async with self._opening:
             shared = self._shared()
             if shared is not None:
-                _refuse_other_base(order.base, shared.model.name, f"the run {shared.name}")
+                _refuse_other_base(request.base, shared.model.name, f"the run {shared.name}")
                 if self._opened is None and shared.trains_all:
                     raise FullFineTuning(
                         f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. "
                         "Stop it first, or have it train an adapter."
                     )
             if self._opened is None and shared is not None:
-                models = build.models_over(shared.parts, order.most + SAMPLERS, shared.name)
-                stops, most = shared.parts.stop_token_ids, order.most - 1
+                models = build.models_over(shared.parts, request.most + SAMPLERS, shared.name)
+                stops, most = shared.parts.stop_token_ids, request.most - 1
                 self._opened = _describe_base(
-                    order, shared.model, shared.layout, models, stops, most
+                    request, shared.model, shared.layout, models, stops, most
                 )
             elif self._opened is None:
-                self._opened = await self._load_base(order)
-            _refuse_other_base(order.base, self._opened.base.name, "other models")
+                self._opened = await self._load_base(request)
+            _refuse_other_base(request.base, self._opened.base.name, "other models")
             return self._opened.base
 
-    async def _load_base(self, order: OpenModels) -> _OpenBase:
+    async def _load_base(self, request: OpenModels) -> _OpenBase:
         config = load_config(
             {
-                "model": {"name": order.base},
+                "model": {"name": request.base},
                 "sampler": {"max_completion_length": 1},
                 "run": {"name": "models"},
             }
         ).config
         build.expect_ranks(config)
         self._scope.callback(prefork.end_zygote)
-        longest = min(order.longest, prefork.prompt_room(config.model, 0))
+        longest = min(request.longest, prefork.prompt_room(config.model, 0))
         layout = placement.choose_layout(config, longest - 1)
         parts = await build.start_base(config, layout)
         self._scope.callback(parts.close)
-        models = build.models_over(parts, order.most + SAMPLERS)
-        return _describe_base(order, config.model, layout, models, parts.stop_token_ids, order.most)
+        models = build.models_over(parts, request.most + SAMPLERS)
+        return _describe_base(
+            request, config.model, layout, models, parts.stop_token_ids, request.most
+        )
 
     @property
     def _base_state(self) -> _OpenBase:
@@ -311,27 +313,29 @@ class EngineModels:
 
     # --- sampling --------------------------------------------------------------------------------
 
-    async def sample(self, stored: Stored | None, order: SampleRequest) -> SampleResult:
+    async def sample(self, stored: Stored | None, request: SampleRequest) -> SampleResult:
         """Complete a prompt with saved weights, or with the base if `stored` is None. See `TinkerEngine.sample`."""
         current = self._base_state
-        length = len(order.prompt_ids) + order.params.max_tokens
+        length = len(request.prompt_ids) + request.params.max_tokens
         if length > current.base.longest:
             raise UsageError(
                 f"Prompt and completion would have up to {length} tokens; there is room for {current.base.longest}."
             )
-        _check_tokens(order.prompt_ids, current, "prompt")
-        targets = [token for token in order.prompt_targets if token >= 0]
+        _check_tokens(request.prompt_ids, current, "prompt")
+        targets = [token for token in request.prompt_targets if token >= 0]
         _check_tokens(targets, current, "target_prompt_logprobs")
-        most = max(order.prompt_top, order.completion_top)
+        most = max(request.prompt_top, request.completion_top)
         if most > current.vocabulary:
             raise UsageError(
                 f"The {most} most likely tokens are wanted; {current.base.name} has {current.vocabulary} tokens in all."
             )
-        request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
+        group_request = GroupRequest(
+            next(self._numbers), request.prompt_ids, request.seeds, request.params
+        )
         sampler = await self._take_sampler(stored)
         try:
-            completions = await sampler.parts.sampler.generate(request)
-            return await self._scored_sample(sampler, stored, order, completions)
+            completions = await sampler.parts.sampler.generate(group_request)
+            return await self._scored_sample(sampler, stored, request, completions)
         finally:
             sampler.users -= 1
             self._free.notify()
@@ -340,45 +344,45 @@ class EngineModels:
         self,
         sampler: _Sampler,
         stored: Stored | None,
-        order: SampleRequest,
+        request: SampleRequest,
         completions: tuple[Completion, ...],
     ) -> SampleResult:
-        """The completions with the numbers that the order wants of prompt and completions, by the sampler's learner."""
-        top = order.prompt_top or order.completion_top
-        if not (order.prompt_logprobs or order.prompt_targets or top):
+        """The completions with the numbers that the request wants of prompt and completions, by the sampler's learner."""
+        top = request.prompt_top or request.completion_top
+        if not (request.prompt_logprobs or request.prompt_targets or top):
             return SampleResult(completions)
         if stored is not None and not sampler.learner_reads:
             folder = self._base_state.folders.path_of(stored)
             sampler.parts.model.call_now("learner.load_weights", str(folder))
             sampler.learner_reads = True
         parts = sampler.parts
-        prompt = _context_row(order.prompt_ids[:1], order.prompt_ids[1:])
+        prompt = _context_row(request.prompt_ids[:1], request.prompt_ids[1:])
         prompt_logprobs = prompt_top = completion_tops = target_logprobs = None
         if not prompt.completion_ids:  # nothing comes before the only token
-            prompt_logprobs = () if order.prompt_logprobs else None
-            prompt_top = TopTokens(order.prompt_top, (), ()) if order.prompt_top else None
-        elif order.prompt_top:
+            prompt_logprobs = () if request.prompt_logprobs else None
+            prompt_top = TopTokens(request.prompt_top, (), ()) if request.prompt_top else None
+        elif request.prompt_top:
             (logprobs,), (prompt_top,) = await parts.model.call(
-                "learner.top_logprobs", [prompt], order.prompt_top
+                "learner.top_logprobs", [prompt], request.prompt_top
             )
-            prompt_logprobs = logprobs if order.prompt_logprobs else None
-        elif order.prompt_logprobs:
+            prompt_logprobs = logprobs if request.prompt_logprobs else None
+        elif request.prompt_logprobs:
             (prompt_logprobs,) = await parts.learner.logprobs([prompt])
-        if order.completion_top:
-            temperature = order.params.temperature or 1.0
+        if request.completion_top:
+            temperature = request.params.temperature or 1.0
             rows = [
                 replace(
-                    _context_row(order.prompt_ids, completion.token_ids), temperature=temperature
+                    _context_row(request.prompt_ids, completion.token_ids), temperature=temperature
                 )
                 for completion in completions
             ]
-            _, tops = await parts.model.call("learner.top_logprobs", rows, order.completion_top)
+            _, tops = await parts.model.call("learner.top_logprobs", rows, request.completion_top)
             completion_tops = tuple(tops)
-        if order.prompt_targets:
-            targets = tuple(max(token, 0) for token in order.prompt_targets)
+        if request.prompt_targets:
+            targets = tuple(max(token, 0) for token in request.prompt_targets)
             row = replace(prompt, targets=targets, mask=(1,) * len(targets))
             (values,) = await parts.learner.logprobs([row])
-            pairs = zip(order.prompt_targets, values, strict=True)
+            pairs = zip(request.prompt_targets, values, strict=True)
             target_logprobs = tuple(0.0 if token < 0 else logprob for token, logprob in pairs)
         return SampleResult(
             completions, prompt_logprobs, prompt_top, completion_tops, target_logprobs
@@ -444,7 +448,7 @@ _UNTRAINED_ADAPTER = LoraConfig(r=1)
 
 
 def _describe_base(
-    order: OpenModels,
+    request: OpenModels,
     config: ModelConfig,
     layout: Layout,
     models: ModelRegistry,
@@ -460,13 +464,13 @@ def _describe_base(
         )
         architecture = str(model_config.get("model_type", ""))
     base = Base(
-        name=order.base,
+        name=request.base,
         longest=min(layout.key_length, longest_row),
         stop_token_ids=stop_token_ids,
         architecture=architecture,
         tokenizer=BUNDLED[config.name].hub_id if config.name in BUNDLED else location.location,
     )
-    folders = SavedFolders(Path(order.folder))
+    folders = SavedFolders(Path(request.folder))
     return _OpenBase(base, models, folders, prefork.vocabulary(config), longest_row, room)
 
 

@@ -29,7 +29,7 @@ from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
-from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
+from groupwise.server.engine.engine_protocol import Engine, GroupSampleRequest, Sampled
 from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
@@ -304,15 +304,15 @@ class OpenAIService:
                 retry_after=TRY_AGAIN,
             )
         sampling = ask.sampling
-        orders: list[SampleOrder] = []
+        sample_requests: list[GroupSampleRequest] = []
         for prompt in ask.prompts:
             draw, columns = next(self._draws), ask.columns
             if (
                 ask.sampling.seed is None
             ):  # random, so that a restarted server does not repeat itself
                 sampling = replace(sampling, seed=secrets.randbits(63))
-            orders.append(
-                SampleOrder(
+            sample_requests.append(
+                GroupSampleRequest(
                     draw,
                     prompt,
                     ask.n,
@@ -325,7 +325,7 @@ class OpenAIService:
             )
         self._sampling += completions
         try:
-            samples = await self._sample_orders(work, orders)
+            samples = await self._sample_all(work, sample_requests)
         finally:
             self._sampling -= completions
         first_sample = samples[0]
@@ -359,8 +359,10 @@ class OpenAIService:
         work.progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.admission.admit((None,), wait, options.caller.key_id) as (draw,):
-            order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
-            (sampled,) = await self._sample_orders(work, [order])
+            sample_request = GroupSampleRequest(
+                draw, ask.prompts[0], size, ask.sampling, columns=ask.columns
+            )
+            (sampled,) = await self._sample_all(work, [sample_request])
             choices = await self._write_choices(work, sampled.group.rollouts[: ask.n])
             completion = await self._ledger.do(
                 storing.keep_group,
@@ -404,8 +406,10 @@ class OpenAIService:
             seed = derive("trajectory", conductor.seed, draw, trajectory, member, place.turn)
             sampling = replace(ask.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
             # A draw of its own, because calls of a group may be sampled at the same time.
-            order = SampleOrder(next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns)
-            (sampled,) = await self._sample_orders(work, [order])
+            sample_request = GroupSampleRequest(
+                next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns
+            )
+            (sampled,) = await self._sample_all(work, [sample_request])
             (choice,) = await self._write_choices(work, sampled.group.rollouts)
             turn = SampledTurn(place, sampled.group, sampled.step)
             return await self._ledger.do(storing.keep_turn, turn, choice, options)
@@ -467,18 +471,26 @@ class OpenAIService:
 
     # --- the engine -------------------------------------------------------------------------------
 
-    async def _sample_orders(self, work: _Work, orders: Sequence[SampleOrder]) -> list[Sampled]:
-        """Sample the orders; meanwhile `progress` gives access to the texts of the members that the answer has."""
+    async def _sample_all(
+        self, work: _Work, sample_requests: Sequence[GroupSampleRequest]
+    ) -> list[Sampled]:
+        """Sample these requests; meanwhile `progress` gives access to the texts of the members that the answer has."""
         ask, conductor, progress, engine = (
             work.ask,
             work.conductor,
             work.progress,
             work.conductor.engine,
         )
-        progress.draws, progress.n = tuple(order.draw for order in orders), ask.n
+        progress.draws, progress.n = (
+            tuple(sample_request.draw for sample_request in sample_requests),
+            ask.n,
+        )
         progress.engine = engine
         samples = await self._host.await_engine(
-            gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
+            gather_all(
+                naming_field(engine.sample(sample_request), ask.field_names)
+                for sample_request in sample_requests
+            ),
             conductor,
         )
         progress.engine = None

@@ -25,7 +25,7 @@ from groupwise.api.schemas.training import (
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Prompt
 from groupwise.core.waiting import wait_at_most
-from groupwise.server.engine.engine_protocol import SampleOrder
+from groupwise.server.engine.engine_protocol import GroupSampleRequest
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
@@ -65,17 +65,17 @@ class CompletionsAndRewards:
         )
         wait = self._config.completions_wait
         async with conductor.admission.admit(request.all_draws, wait, caller.key_id) as draws:
-            orders = [
-                _order_of_sample(
-                    request, prompt, draw, conductor.admission.limits.policy_step(draw)
-                )
+            sample_requests = [
+                _sample_request(request, prompt, draw, conductor.admission.limits.policy_step(draw))
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
             sampled = await await_engine(
                 gather_all(
-                    naming_field(engine.sample(order), _request_field_names(request, index))
-                    for index, order in enumerate(orders)
+                    naming_field(
+                        engine.sample(sample_request), _request_field_names(request, index)
+                    )
+                    for index, sample_request in enumerate(sample_requests)
                 ),
                 conductor,
                 self._config.sampling_time_limit,
@@ -186,7 +186,7 @@ class CompletionsAndRewards:
 
 
 def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[OrderField, str]:
-    """The request's field names for the fields of a `SampleOrder`."""
+    """The request's field names for the fields of a `GroupSampleRequest`."""
     return {
         "prompt": "prompt" if request.prompts is None else f"prompts.{index}",
         "prompt_ids": "prompt_tokens",
@@ -196,11 +196,11 @@ def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[Ord
     }
 
 
-def _order_of_sample(
+def _sample_request(
     request: CompletionsRequest, prompt: Prompt, draw: int, policy_step: int | None
-) -> SampleOrder:
+) -> GroupSampleRequest:
     ids = request.prompt_tokens
-    return SampleOrder(
+    return GroupSampleRequest(
         draw,
         prompt,
         request.num_completions,

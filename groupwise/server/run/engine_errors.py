@@ -9,7 +9,7 @@ from typing import TypeVar
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import EngineLost, Opened, WrongOrder
+from groupwise.server.engine.engine_protocol import EngineLost, InvalidSampleRequest, Opened
 from groupwise.server.engine.sampling_checks import check_characters, texts_of
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
@@ -22,7 +22,7 @@ async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float)
     """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not.
 
     While the run leaves its engine (a shutdown, a restart, its end), an engine may fail in any way, because its parts are being closed.
-    Only a wrong order stays the client's fault then; for anything else the run says what the client is to do.
+    Only an invalid request stays the client's fault then; for anything else the run says what the client is to do.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -33,7 +33,7 @@ async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float)
         conductor.nudge()
         raise Refusal("engine_recovering", retry_after=2) from None
     except UsageError as error:
-        if not isinstance(error, WrongOrder) and not conductor.is_serving:
+        if not isinstance(error, InvalidSampleRequest) and not conductor.is_serving:
             raise conductor.refusal() from None
         raise refusal_of(error, otherwise="invalid_request") from None
     except RunError as error:
@@ -57,14 +57,14 @@ def check_prompt_length(prompt: Prompt, opened: Opened, field: str) -> None:
     try:
         longest, most = opened.longest_prompt, opened.longest_prompt_characters
         check_characters(*texts_of(prompt), longest=longest, most=most)
-    except WrongOrder as error:
+    except InvalidSampleRequest as error:
         raise Refusal(error.code, error.message, field=field) from None
 
 
 async def naming_field(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
-    """Await the engine's answer; if the order is wrong, the refusal names the field as the client knows it."""
+    """Await the engine's answer; if the request is invalid, the refusal names the field as the client knows it."""
     try:
         return await work
-    except WrongOrder as error:
+    except InvalidSampleRequest as error:
         refusal = refusal_of(error, otherwise="invalid_request")
         raise Refusal(refusal.code, refusal.detail, field=fields[error.field]) from None

@@ -294,7 +294,7 @@ class TinkerEngineManager:
         """See `TinkerEngine.saved`."""
         return (await asyncio.to_thread(self.folders.read, stored)).spec
 
-    async def sample(self, weights: Stored | str, order: SampleRequest) -> SampleResult:
+    async def sample(self, weights: Stored | str, request: SampleRequest) -> SampleResult:
         """See `TinkerEngine.sample`."""
         stored = weights if isinstance(weights, Stored) else None
         base = weights if isinstance(weights, str) else (await self.saved(weights)).base
@@ -302,7 +302,7 @@ class TinkerEngineManager:
         while True:
             engine = await self._engine_with(base)
             try:
-                return await engine.call("sample", stored, order)
+                return await engine.call("sample", stored, request)
             except EngineLost as error:
                 losses += 1
                 await self._release_lost(engine, error)

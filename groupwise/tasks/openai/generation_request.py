@@ -74,7 +74,7 @@ class GenerationRequest:
     """Number of completions per prompt."""
     sampling: Sampling
     columns: Mapping[str, Any]
-    """See `SampleOrder.columns`."""
+    """See `GroupSampleRequest.columns`."""
     logprobs: bool
     """True if the answer has the log-probability of each token."""
     store: bool
@@ -82,7 +82,7 @@ class GenerationRequest:
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
     field_names: Mapping[OrderField, str]
-    """The request's field names for the fields of a `SampleOrder`."""
+    """The request's field names for the fields of a `GroupSampleRequest`."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
     alternatives: int = 0
@@ -182,7 +182,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
-        field_names=request.order_fields,
+        field_names=request.field_names,
         read_calls=read_calls,
         alternatives=request.alternatives,
         echo=isinstance(request, TextRequest) and bool(request.echo),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from contextlib import suppress
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
 
 ROW = "process_row"
-"""Name of the function that does to one row what the script does to all of them."""
+"""Name of the function that does to one row what the script does to all of them; see `free_name`."""
 MAKE_ROWS = "rows_of_script"
 """Name of the function with the statements that make the script's rows."""
 _HARMLESS = {"desc", "num_proc", "load_from_cache_file", "keep_in_memory", "writer_batch_size"}
@@ -38,7 +40,7 @@ def copy_functions(
     line or would train as well.
     """
     tree, lines = ast.parse(source), source.split("\n")
-    row = _row_function(changes) if changes else None
+    row = _row_function(free_name(ROW, source), changes) if changes else None
     if changes and row is None:
         return None
     hooks = hooks or {}
@@ -49,7 +51,7 @@ def copy_functions(
     returned = [ast.parse(expression, mode="eval").body for expression in hooks.values()]
     needed_by_rewards = {*names, *(_used_names(row) if row else ())}
     needed = needed_by_rewards.union(*map(_used_names, returned))
-    if not needed - vars(builtins).keys() <= defined or {ROW, MAKE_ROWS} & defined:
+    if not needed - vars(builtins).keys() <= defined:
         return None
     chosen, used = _needed_statements(needed, bound)
     if used & (arguments - defined) or any(map(_reads_command_line, chosen)):
@@ -62,9 +64,17 @@ def copy_functions(
     parts = [_text(node, lines) for node in statements if node in at_import]
     if hooks:
         makes = [node for node in statements if node in chosen - at_import]
-        parts += _rows_by_hooks(dict(zip(hooks, returned, strict=True)), makes)
+        name = free_name(MAKE_ROWS, source)
+        parts += _rows_by_hooks(name, dict(zip(hooks, returned, strict=True)), makes)
     text = "\n\n\n".join([*parts, *([ast.unparse(row)] if row else [])]) + "\n"
     return None if trains_when_imported(text) else text
+
+
+def free_name(wanted: str, source: str) -> str:
+    """This name, or with a number if the script has it already: `process_row_2`."""
+    numbered = (f"{wanted}_{number}" for number in itertools.count(2))
+    names = itertools.chain([wanted], numbered)
+    return next(name for name in names if not re.search(rf"\b{name}\b", source))
 
 
 def _needed_statements(
@@ -78,17 +88,19 @@ def _needed_statements(
     return chosen, used
 
 
-def _rows_by_hooks(returned: Mapping[str, ast.expr], makes: list[ast.stmt]) -> Iterator[str]:
-    """The source of each hook. If the rows are made by statements, these go into a function before the hooks, which runs only once."""
+def _rows_by_hooks(
+    name: str, returned: Mapping[str, ast.expr], makes: list[ast.stmt]
+) -> Iterator[str]:
+    """The source of each hook. If the rows are made by statements, these go into a function before them, `name`, which runs once."""
     if makes:
-        (function,) = ast.parse(f"@functools.cache\ndef {MAKE_ROWS}():\n    pass").body
+        (function,) = ast.parse(f"@functools.cache\ndef {name}():\n    pass").body
         assert isinstance(function, ast.FunctionDef)
         values = ast.Tuple([*returned.values()], ast.Load())
         function.body = [*makes, ast.Return(values)]
         yield "import functools"
         yield ast.unparse(function)
     for number, (hook, value) in enumerate(returned.items()):
-        rows = f"{MAKE_ROWS}()[{number}]" if makes else ast.unparse(value)
+        rows = f"{name}()[{number}]" if makes else ast.unparse(value)
         yield f"def {hook}(config):\n    return {rows}"
 
 
@@ -122,8 +134,8 @@ def _reads_command_line(node: ast.stmt) -> bool:
     )
 
 
-def _row_function(changes: Iterable[ast.Call]) -> ast.FunctionDef | None:
-    """`process_row`: each change in turn; None if one cannot be made to a row by itself."""
+def _row_function(name: str, changes: Iterable[ast.Call]) -> ast.FunctionDef | None:
+    """The function of this name that makes each change in turn; None if one cannot be made to a row by itself."""
     lines: list[str] = []
     for call in changes:
         assert isinstance(call.func, ast.Attribute)
@@ -149,7 +161,7 @@ def _row_function(changes: Iterable[ast.Call]) -> ast.FunctionDef | None:
         else:
             return None
     body = "\n".join(f"    {line}" for line in lines)
-    (function,) = ast.parse(f"def {ROW}(columns):\n{body}\n    return columns").body
+    (function,) = ast.parse(f"def {name}(columns):\n{body}\n    return columns").body
     assert isinstance(function, ast.FunctionDef)
     return function
 

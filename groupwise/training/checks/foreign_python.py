@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
-from groupwise.training.checks.foreign_functions import ROW, copy_functions
+from groupwise.training.checks.foreign_functions import ROW, copy_functions, free_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,7 +624,7 @@ class _Reader:
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True
         if copied is not None:
-            settings["map"] = f":{ROW}"
+            settings["map"] = f":{free_name(ROW, source)}"
             chosen = ", ".join(self.chosen)
             rest = replace(settings.pop("train_dataset"), written=chosen, remedy=CHOICE_REMEDY)
             settings |= {"train_dataset": rest} if self.chosen else {}

@@ -25,13 +25,13 @@ from groupwise.server.engine import core, hosted_parts
 from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.engine_protocol import (
     EngineLost,
+    GroupSampleRequest,
+    InvalidSampleRequest,
     OpenModels,
     OpenParts,
     OpenRun,
     Plan,
-    SampleOrder,
     StepDone,
-    WrongOrder,
     scored_group,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
@@ -63,7 +63,7 @@ async def take(engine: EngineCore, step: int, like: Path) -> tuple[StepDone, lis
         groups = store.groups(step)
     plan: list[Group] = []
     for group in groups:
-        sampled = await engine.sample(SampleOrder(group.draw, group.example.prompt))
+        sampled = await engine.sample(GroupSampleRequest(group.draw, group.example.prompt))
         assert [r.completion_ids for r in sampled.group.rollouts] == [
             r.completion_ids for r in group.rollouts
         ]
@@ -220,7 +220,9 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
     await engine.open(OpenRun(settings, LONGEST_PROMPT))
     with Store.open(in_process / "run.db", readonly=True) as store:
         groups = store.groups(0)
-    drawn = [await engine.sample(SampleOrder(each.draw, each.example.prompt)) for each in groups]
+    drawn = [
+        await engine.sample(GroupSampleRequest(each.draw, each.example.prompt)) for each in groups
+    ]
     plan = [
         scored_group(one.group, [rollout.reward for rollout in group.rollouts])
         for one, group in zip(drawn, groups, strict=True)
@@ -229,7 +231,7 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
     requests: list[asyncio.Task[Any]] = []
     while not step.done():
         if sum(not each.done() for each in requests) < 8:
-            order = SampleOrder(100 + len(requests), "write a")
+            order = GroupSampleRequest(100 + len(requests), "write a")
             requests.append(asyncio.create_task(engine.sample(order)))
         await asyncio.sleep(0)
     await step
@@ -247,7 +249,7 @@ async def test_the_first_schema_finds_the_vocabulary_prepared(
     await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
     monkeypatch.setattr(json_schemas, "_vocabulary", lambda _: pytest.fail("requests wait for it"))
     sampling = Sampling(processing=LogitsProcessing(json_schema='{"type": "integer"}'))
-    await engine.sample(SampleOrder(0, "write a", sampling=sampling, trains=False))
+    await engine.sample(GroupSampleRequest(0, "write a", sampling=sampling, trains=False))
     await engine.close()
 
 
@@ -267,7 +269,10 @@ async def test_a_long_prompt_is_tokenised_beside_the_other_requests(
     opened = await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
     assert opened.longest_prompt_characters >= LONGEST_PROMPT
     long, short = await asyncio.gather(
-        *(engine.sample(SampleOrder(draw, prompt)) for draw, prompt in enumerate(("abcde", "ab")))
+        *(
+            engine.sample(GroupSampleRequest(draw, prompt))
+            for draw, prompt in enumerate(("abcde", "ab"))
+        )
     )
     assert threads == {"abcde": False, "ab": True}
     assert len(long.group.rollouts[0].prompt_ids) > len(short.group.rollouts[0].prompt_ids)
@@ -278,9 +283,9 @@ async def test_a_long_prompt_is_tokenised_beside_the_other_requests(
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     monkeypatch.setattr(tokens, "text_ids", lambda *_: pytest.fail("it was tokenised"))
     for messages, columns in (([user], {"tools": [tool]}), ([user, call, user], {})):
-        with pytest.raises(WrongOrder, match="characters") as refused:
-            await engine.sample(SampleOrder(2, messages, columns=columns))
+        with pytest.raises(InvalidSampleRequest, match="characters") as refused:
+            await engine.sample(GroupSampleRequest(2, messages, columns=columns))
         assert refused.value.code == "prompt_too_long"
     await engine.close()
     with pytest.raises(EngineLost):
-        await engine.sample(SampleOrder(2, "ab"))
+        await engine.sample(GroupSampleRequest(2, "ab"))

@@ -372,25 +372,28 @@ def drain(session: Session, actor: Actor, vm_id: str, reason: str | None = None)
     """Place nothing new there; running jobs continue. Safe to repeat; a given `reason` replaces the earlier one."""
     actor.require_all_projects("drain a machine")
     vm = find.active_machine(session, vm_id, lock=True)
-    before = {"draining": vm.draining, "reason": vm.drain_reason}
     after = {"draining": True, "reason": reason or vm.drain_reason}
-    if before != after:
-        vm.draining, vm.drain_reason = True, reason or vm.drain_reason
-        _append_event(session, actor, events.VM_DRAINING, vm, before=before, after=after)
-        requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
-    return _with_gpus(session, actor, vm)
+    return _set_draining(session, actor, vm, after, events.VM_DRAINING)
 
 
 def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
     """Place work there again, whether an operator or failed launches had stopped that; the failed launches are forgotten."""
     actor.require_all_projects("undrain a machine")
     vm = find.active_machine(session, vm_id, lock=True)
+    return _set_draining(
+        session, actor, vm, {"draining": False, "reason": None}, events.VM_UNDRAINED
+    )
+
+
+def _set_draining(session: Session, actor: Actor, vm: VM, after: Document, event: str) -> Document:
+    """Drain the machine or not, with a reason, as `after` says; nothing is recorded if it stands so already."""
     before = {"draining": vm.draining, "reason": vm.drain_reason}
-    after = {"draining": False, "reason": None}
     if before != after:
-        vm.draining, vm.drain_reason, vm.launch_failures = False, None, 0
-        _append_event(session, actor, events.VM_UNDRAINED, vm, before=before, after=after)
-        requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
+        vm.draining, vm.drain_reason = after["draining"], after["reason"]
+        if not vm.draining:
+            vm.launch_failures = 0
+        _append_event(session, actor, event, vm, before=before, after=after)
+        requeue_pending.wake(session, vm_ids=[vm.vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 

@@ -140,10 +140,11 @@ class FreeCapacity:
         if self.over_quota(resources, project):
             return None
         if resources.oversubscribe:
-            self._read_up_to(MachinesRead.ALL)
-        elif not resources.gpu_count:
-            self._read_up_to(MachinesRead.FREE_SLOTS)
-        machines = self.machines.values() if resources.oversubscribe else self._machines_with_room()
+            machines = self._named_machine(resources.vm)
+        else:
+            if not resources.gpu_count:
+                self._read_up_to(MachinesRead.FREE_SLOTS)
+            machines = self._machines_with_room()
         open_to_it = self._machines_open_to(resources, project, machines)
         return room(resources, open_to_it, self.held_before(key), avoid)
 
@@ -182,6 +183,15 @@ class FreeCapacity:
         self.machines = machines(self.session, self.now, vm_ids) | self.machines
         self.roomy = None
         self.read = MachinesRead.ALL if vm_ids is None else wanted
+
+    def _named_machine(self, vm_id: str | None) -> list[Machine]:
+        """The machine that a job names, if the fleet has it, whether it has room or not; others are not read for it."""
+        assert vm_id is not None
+        if vm_id not in self.machines and self.read < MachinesRead.ALL:
+            assert self.session is not None
+            self.machines = self.machines | machines(self.session, self.now, [vm_id])
+            self.roomy = None
+        return [self.machines[vm_id]] if vm_id in self.machines else []
 
     def _machines_with_room(self) -> list[Machine]:
         if self.roomy is None:
@@ -255,15 +265,16 @@ class FreeCapacity:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
         if all(other_key != key for other_key, _ in self.held):
             held_before = self.held_before(key)
-            if resources.machines > 1 and resources.gpu_count and self.known is not None:
-                full = {name: m for name, m in self.known.items() if not _has_free_gpu(m)}
-                candidates: Mapping[str, Machine] = full | self.machines
-            else:
-                if resources.machines > 1:  # it may take full machines beside those with room
-                    self._read_up_to(MachinesRead.ALL)
-                elif not resources.gpu_count:
-                    self._read_up_to(MachinesRead.FREE_SLOTS)
-                candidates = self.machines
+            is_gang = resources.machines > 1  # it may take full machines beside those with room
+            if is_gang and self.known is None:
+                self._read_up_to(MachinesRead.ALL)
+            elif not resources.gpu_count:
+                self._read_up_to(MachinesRead.FREE_SLOTS)
+            candidates: Mapping[str, Machine] = self.machines
+            if is_gang and self.known is not None:
+                has_free = _has_free_gpu if resources.gpu_count else _has_free_slot
+                full = {name: m for name, m in self.known.items() if not has_free(m)}
+                candidates = full | self.machines
             # For a single machine, least is missing on those with room; what is withheld on full ones could not be placed now anyway.
             open_machines = self._machines_open_to(resources, project, candidates.values())
             withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
@@ -274,6 +285,10 @@ class FreeCapacity:
 
 def _has_free_gpu(machine: Machine) -> bool:
     return any(gpu.trouble is None and not gpu.whole for gpu in machine.gpus)
+
+
+def _has_free_slot(machine: Machine) -> bool:
+    return any(slot not in machine.taken_slots for slot in range(machine.slots))
 
 
 def _gpu_total(resources: Resources) -> int:

@@ -7,11 +7,21 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from groupwise.engine.models.fast_tokenizer import FastTokenizer, read_fast_tokenizer
@@ -21,6 +31,9 @@ from tests.chat import (
     TEMPLATES,
     byte_level_tokenizer,
     chat_tokenizer,
+    piece_tokenizer,
+    starting_with,
+    write_published_tokenizer,
     write_qwen_tokenizer,
 )
 
@@ -35,6 +48,10 @@ TEXTS = (
     "<|im_start|>user\n",
     "größer 日本語 🙂\u200b",
     " a  b\n\n\tc ",
+    " ",
+    "ab<s>ab <bos> ab</s> [INST]ab",
+    "\x00\x07\x1b[0m\r\n\u2028\ufeff\ud7ff",
+    "▁a▁ 123456 12",
 )
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, "ü"]}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "<Adds> & 'more'"}}
@@ -52,6 +69,7 @@ CHATS = (
         {"role": "user", "content": "c"},
     ],
 )
+LIMIT = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
 OWN_TEMPLATE = """{%- set ns = namespace(seen=0) -%}
 {%- for m in messages -%}
 {%- if m.role == 'system' %}{% continue %}{% endif -%}
@@ -70,6 +88,7 @@ def plain_folder(folder: Path) -> Path:
         tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>",
         extra_special_tokens=["<extra>"], chat_template=OWN_TEMPLATE,
     ).save_pretrained(folder)  # fmt: skip
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
 
@@ -77,6 +96,98 @@ def qwen_folder(folder: Path) -> Path:
     folder.mkdir()
     write_qwen_tokenizer(folder, OWN_TEMPLATE)
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+def smollm2_folder(folder: Path) -> Path:
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*special, *letters, "ab", "Ġa", "12"]
+    merges = [("a", "b"), ("Ġ", "a"), ("1", "2")]
+    plain = Tokenizer(models.BPE({text: n for n, text in enumerate(words)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    plain.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    config = {
+        "add_prefix_space": False, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "bos_token": "<|im_start|>",
+        "chat_template": OWN_TEMPLATE, "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "model_max_length": 8192,
+        "pad_token": "<|im_end|>", "tokenizer_class": "GPT2Tokenizer", "unk_token": "<|endoftext|>", "vocab_size": 49152,
+    }  # fmt: skip
+    write_published_tokenizer(folder, plain, config, "llama")
+    (folder / "vocab.json").write_text("{}")
+    (folder / "merges.txt").write_text("")
+    return folder
+
+
+def llama3_folder(folder: Path) -> Path:
+    plain = byte_level_tokenizer([("a", "b"), ("Ġ", "a"), ("1", "2")])
+    plain.model.ignore_merges = True
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    steps = [processors.ByteLevel(trim_offsets=False), starting_with(plain, "<|im_start|>")]
+    plain.post_processor = processors.Sequence(steps)
+    config = {
+        "bos_token": "<|im_start|>", "chat_template": OWN_TEMPLATE, "clean_up_tokenization_spaces": True, "eos_token": "<|im_end|>",
+        "model_input_names": ["input_ids", "attention_mask"], "model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast",
+    }  # fmt: skip
+    write_published_tokenizer(folder, plain, config, "llama")
+    return folder
+
+
+def phi4_folder(folder: Path) -> Path:
+    llama3_folder(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "phi3"}')
+    return folder
+
+
+def mistral_folder(folder: Path, model_type: str = "mistral") -> Path:
+    plain = piece_tokenizer(["<unk>", "<s>", "</s>", "[INST]"])
+    plain.post_processor = starting_with(plain, "<s>")
+    config = {
+        "add_bos_token": True, "add_eos_token": False, "additional_special_tokens": [], "bos_token": "<s>", "chat_template": OWN_TEMPLATE,
+        "clean_up_tokenization_spaces": False, "eos_token": "</s>", "legacy": False, "model_max_length": 10**30, "pad_token": None,
+        "sp_model_kwargs": {}, "spaces_between_special_tokens": False, "tokenizer_class": "LlamaTokenizerFast", "unk_token": "<unk>",
+        "use_default_system_prompt": False, "padding_side": "left",
+    }  # fmt: skip
+    write_published_tokenizer(folder, plain, config, model_type)
+    return folder
+
+
+def llama2_folder(folder: Path) -> Path:
+    return mistral_folder(folder, "llama")
+
+
+def legacy_llama2_folder(folder: Path) -> Path:
+    llama2_folder(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    token = {"__type": "AddedToken", "content": "<s>", **flags}
+    config |= {"legacy": True, "bos_token": token, "add_prefix_space": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def gemma_folder(folder: Path) -> Path:
+    plain = piece_tokenizer(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>"])
+    plain.normalizer = normalizers.Replace(" ", "▁")
+    plain.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    plain.decoder = decoders.Sequence(steps)
+    plain.post_processor = starting_with(plain, "<bos>")
+    config = {
+        "add_bos_token": True, "add_eos_token": False, "additional_special_tokens": ["<start_of_turn>"], "bos_token": "<bos>",
+        "chat_template": OWN_TEMPLATE, "clean_up_tokenization_spaces": False, "eos_token": "<eos>", "pad_token": "<pad>",
+        "sp_model_kwargs": {}, "spaces_between_special_tokens": False, "tokenizer_class": "GemmaTokenizer", "unk_token": "<unk>",
+        "use_default_system_prompt": False,
+    }  # fmt: skip
+    write_published_tokenizer(folder, plain, config, "gemma2")
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + OWN_TEMPLATE)
     return folder
 
 
@@ -89,7 +200,10 @@ def resaved_qwen_folder(folder: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[plain_folder, qwen_folder, resaved_qwen_folder],
+    params=[
+        *(plain_folder, qwen_folder, resaved_qwen_folder, smollm2_folder, llama3_folder),
+        *(phi4_folder, mistral_folder, llama2_folder, legacy_llama2_folder, gemma_folder),
+    ],
     ids=lambda f: f.__name__,
 )
 def pair(request, tmp_path_factory):
@@ -133,23 +247,40 @@ def test_what_it_knows_of_its_tokens(pair):
     assert untouched(again)
 
 
+def rendered(tokenizer, messages, **given):
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, extra=(1, "x"), **given)
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        return type(error), str(error)
+
+
 @NEWER
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("tools", [None, [TOOL]])
-@pytest.mark.parametrize("family", [None, *SPECIAL])
-def test_chats(pair, family, tools, messages):
+def test_chats(pair, tools, messages):
     fast, whole = pair
-    given = {"tools": tools, "add_generation_prompt": family == "qwen3", "extra": (1, "x")}
-    if family is not None:
-        given["chat_template"] = (TEMPLATES / f"{family}.jinja").read_text()
+    assert rendered(fast, messages, tools=tools) == rendered(whole, messages, tools=tools)
+    assert untouched(fast)
 
-    def rendered(tokenizer):
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **given)
-        except Exception as error:  # noqa: BLE001 - a template may raise anything
-            return type(error), str(error)
 
-    assert rendered(fast) == rendered(whole)
+@pytest.fixture(scope="module")
+def plain_pair(tmp_path_factory):
+    folder = plain_folder(tmp_path_factory.mktemp("plain") / "made")
+    return read_fast_tokenizer(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@NEWER
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("family", [*SPECIAL])
+def test_chats_by_templates_of_families(plain_pair, family, tools, messages):
+    given = {
+        "tools": tools,
+        "add_generation_prompt": family == "qwen3",
+        "chat_template": (TEMPLATES / f"{family}.jinja").read_text(),
+    }
+    fast, whole = plain_pair
+    assert rendered(fast, messages, **given) == rendered(whole, messages, **given)
     assert untouched(fast)
 
 
@@ -203,22 +334,51 @@ def test_what_it_has_not_comes_from_transformers(pair):
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        ("tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"}),
-        ("tokenizer_config.json", {"add_bos_token": True}),
+        ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer"}),
+        ("tokenizer_config.json", {"model_input_names": ["input_ids", "token_type_ids"]}),
         ("tokenizer_config.json", {"split_special_tokens": True}),
         ("tokenizer_config.json", {"pad_token": "<not there>"}),
-        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
-        ("tokenizer.json", {"post_processor": None}),
-        ("special_tokens_map.json", {}),
+        ("tokenizer_config.json", {"additional_special_tokens": [], "extra_special_tokens": []}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {}}),
+        ("tokenizer.json", {"truncation": LIMIT}),
+        ("tokenizer.json", {"model": None}),
+        ("tekken.json", {}),
     ],
 )
 def test_what_transformers_would_change_is_left_to_it(pair, tmp_path, file, change):
-    pair[0].save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    assert read_fast_tokenizer(tmp_path) is not None
-    path = tmp_path / file
+    folder = copytree(vars(pair[0])["_folder"], tmp_path / "changed")
+    assert read_fast_tokenizer(folder) is not None
+    path = folder / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
-    assert read_fast_tokenizer(tmp_path) is None
+    assert read_fast_tokenizer(folder) is None
+
+
+def test_older_files_of_special_tokens_are_left_to_transformers(pair, tmp_path):
+    folder = copytree(vars(pair[0])["_folder"], tmp_path / "changed")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("added_tokens_decoder", None)
+    path.write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text("{}")
+    assert read_fast_tokenizer(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "model_type"),
+    [
+        ("GPT2Tokenizer", "phi"),
+        ("LlamaTokenizer", "qwen2"),
+        ("GemmaTokenizer", "llama"),
+        ("PreTrainedTokenizerFast", "bert"),
+        ("LlamaTokenizer", "llama"),  # of bytes: releases of transformers differ
+    ],
+)
+def test_a_class_of_another_model_is_left_to_transformers(tmp_path, declared, model_type):
+    folder = llama3_folder(tmp_path / "made")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": declared}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert read_fast_tokenizer(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -227,7 +387,6 @@ def test_what_transformers_would_change_is_left_to_it(pair, tmp_path, file, chan
         ("config.json", "model_type"),
         ("tokenizer_config.json", "unk_token"),
         ("tokenizer_config.json", "added_tokens_decoder.260"),
-        ("tokenizer.json", "model.end_of_word_suffix"),
         ("tokenizer.json", "added_tokens"),
     ],
 )
@@ -244,14 +403,13 @@ def test_another_qwen_is_left_to_transformers(tmp_path, file, part):
 
 
 def test_it_imports_no_transformers(pair, tmp_path):
-    pair[0].save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    folder = copytree(vars(pair[0])["_folder"], tmp_path / "moved")
     code = f"""
 import sys
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.models.tokens import prompt_ids
-assert prompt_ids(load_tokenizer(ModelConfig(name={str(tmp_path)!r})), [{{"role": "user", "content": "a"}}])
+assert prompt_ids(load_tokenizer(ModelConfig(name={str(folder)!r})), [{{"role": "user", "content": "a"}}])
 print("transformers" in sys.modules)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.core.errors import RunError
-from groupwise.server.engine.engine_protocol import EngineLost, OpenRun, Plan, SampleOrder
+from groupwise.server.engine.engine_protocol import EngineLost, GroupSampleRequest, OpenRun, Plan
 from tests.fake_engine import FakeEngine, Fault
 
 PROMPT = "sort these"
@@ -24,7 +24,7 @@ async def opened(order, *faults, **options):
 
 
 async def plan(engine, step):
-    group = (await engine.sample(SampleOrder(step, PROMPT))).group
+    group = (await engine.sample(GroupSampleRequest(step, PROMPT))).group
     scored = tuple(
         replace(each, outcome="scored", reward=float(each.member)) for each in group.rollouts
     )

@@ -118,11 +118,11 @@ class FakeEngine:
     def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self._save(Stored(model, "sampler_weights", name), False, call)
 
-    def sample(self, stored: Stored | None, order: SampleRequest) -> SampleResult:
+    def sample(self, stored: Stored | None, request: SampleRequest) -> SampleResult:
         if stored is not None:
             self._disk.folders.read(stored)
-        drawn = [Completion((7,), (-1.0,), "length", seed, 0, "") for seed in order.seeds]
-        known = (-1.0,) * (len(order.prompt_ids) - 1) if order.prompt_logprobs else None
+        drawn = [Completion((7,), (-1.0,), "length", seed, 0, "") for seed in request.seeds]
+        known = (-1.0,) * (len(request.prompt_ids) - 1) if request.prompt_logprobs else None
         return SampleResult(tuple(drawn), known)
 
     def _save(self, stored: Stored, overwrite: bool, call: int) -> None:

@@ -299,6 +299,14 @@ def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_mod
     assert Path("a.py").read_text() == MAPPED
 
 
+def test_a_script_keeps_its_own_function_of_the_name_that_the_copied_one_would_have():
+    config, _ = made("a.py", MAPPED.replace("number(", "process_row("))
+    assert config["data"]["preprocessing_pipeline"] == "a-groupwise.py:process_row_2"
+    row = load("a-groupwise.py:process_row_2").object({"q": "", "a": "it is 5", "level": 1})
+    assert row["answer"] == "5"
+    assert load("a-groupwise.py:right").object(completions=["5"], answer=["5"]) == [1.0]
+
+
 @pytest.mark.parametrize(("before", "after"), [
     ("level", "limit"), ("remove_columns=", "batched=True, remove_columns="), ("rows.map", "rows.cast(x).map"),
     ("number(x", "split(x"),

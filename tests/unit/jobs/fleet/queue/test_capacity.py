@@ -198,6 +198,46 @@ def test_machines_without_room_are_left_unread_and_all_is_placed_as_if_they_were
     database.read(compare)
 
 
+def test_a_command_on_a_full_machine_reads_that_machine_alone(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        add_machine(database, name, 1, cpu_slots=1)
+        submit(database, gpus=1, vm=name)
+        submit(database, gpus=0, vm=name)
+    assert len(claim_some(database)) == 6
+
+    def look(session: Session) -> None:
+        view = capacity.view_of_room(session, [])
+        for name, found in (("b", True), ("no such", False)):
+            command = Resources(gpus=0, vm=name, oversubscribe=True)
+            assert (view.room_for(command, "default", (0.0, "job")) is not None) == found
+        assert [*view.machines] == ["b"]
+        assert view.is_full()
+
+    database.read(look)
+
+
+def test_a_gang_without_gpus_reads_no_full_machine_if_they_are_known(database: Database) -> None:
+    for name in ("full", "free"):
+        add_machine(database, name, 1, cpu_slots=1)
+    for needs in ({"gpus": 1}, {"gpus": 0}):
+        submit(database, vm="full", **needs)
+    submit(database, vm="free", gpus=1)
+    assert len(claim_some(database)) == 3
+    gang, key = Resources(gpus=0, machines=2), (0.0, "gang")
+
+    def look(session: Session) -> None:
+        whole = capacity.view(session, [])
+        whole.withhold_for(gang, "default", key)
+        part = capacity.view_of_room(session, [], whole.machines)
+        part.withhold_for(gang, "default", key)
+        assert part.held == whole.held != []
+        assert [*part.machines] == ["free"]
+
+    database.read(look)
+
+
 def test_few_machines_are_read_under_the_lock_where_many_have_room(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
