@@ -316,11 +316,15 @@ class Rollout:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
+    def written_ids(self) -> tuple[int, ...]:
+        """The tokens that the policy wrote; `completion_ids` also has those of the environment and inserted ones."""
+        policy_segments = (segment for segment in self.segments if segment.source == "policy")
+        return tuple(token for segment in policy_segments for token in segment.token_ids)
+
+    @property
     def written(self) -> int:
-        """Number of tokens that the policy wrote; `completion_ids` also has those of the environment and inserted ones."""
-        return sum(
-            len(segment.token_ids) for segment in self.segments if segment.source == "policy"
-        )
+        """Number of tokens that the policy wrote."""
+        return len(self.written_ids)
 
     @property
     def truncated(self) -> bool:

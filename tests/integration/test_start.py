@@ -122,6 +122,8 @@ def test_a_second_run_has_a_name_of_its_own_and_a_finished_one_is_only_made_long
         groupwise.rl(config(runs), TOY, resume=True)
     with pytest.raises(ResumeMismatchError, match="4 steps done"):
         groupwise.rl(config(runs, max_steps=2), TOY, resume_from="toy@4")
+    with pytest.raises(ResumeMismatchError, match=r"run.name=other: toy@5 is continued"):
+        groupwise.rl(config(runs), TOY, resume_from="toy@5", overrides=["run.name=other"])
     longer = groupwise.rl(config(runs, max_steps=STEPS + 2), TOY, resume_from="toy@5")
     with Store.open(longer.folder / "run.db", readonly=True) as store:
         found = [(each.name, each.step) for each in store.evaluations()]

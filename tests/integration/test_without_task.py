@@ -96,6 +96,20 @@ def test_one_run_trains_on_three_tasks_and_records_each_part_by_task() -> None:
     assert again.rewards == result.after.rewards
 
 
+def test_a_reward_for_length_counts_the_tokens_that_the_policy_wrote() -> None:
+    """Not those that the second stage inserts, which are more than the limit here."""
+    given = {**config(dataset_name="one.jsonl"), "sampler": {}}
+    given["rollout"] = {
+        "type": "two_stage", "max_reasoning_length": 4, "max_answer_length": 4, "reasoning_end": "</think>", "answer_start": "<answer>",
+    }  # fmt: skip
+    given["rewards"] = {"reward_funcs": [{"name": "overlong", "max_length": 9, "cache": 1}]}
+    result = groupwise.rl(given, overrides=["training.max_steps=1"])
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        rollouts = [rollout for group in store.groups(0) for rollout in group.rollouts]
+    assert all(len(rollout.completion_ids) > 9 for rollout in rollouts)
+    assert [rollout.reward for rollout in rollouts] == [0.0] * 6
+
+
 def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -39,6 +39,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.plugins import explain, printable
 from groupwise.core.reward_call.plain import plain
 from groupwise.core.reward_call.request import ORIGIN, ScoreRequest
+from groupwise.core.terminal.quantities import counted
 
 RewardCallable = Callable[..., Any]
 
@@ -380,7 +381,7 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
     entries = list(values)
     if len(entries) != count:
         raise ValueError(
-            f"log_extra({name!r}, …) got {count_values(len(entries))} for {count} completions"
+            f"log_extra({name!r}, …) got {counted(len(entries), 'value')} for {counted(count, 'completion')}"
         )
     logged.extras[printable(str(name))] = [plain(value) for value in entries]
 
@@ -392,11 +393,13 @@ def _result_list(answer: Any, count: int) -> list[Any]:
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
         raise _InvalidResult(
-            f"returned {describe_value(answer)}; expected a list of {count} numbers"
+            f"returned {describe_value(answer)}; expected a list of {counted(count, 'number')}"
         )
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
-        raise _InvalidResult(f"returned {count_values(len(entries))} for {count} completions")
+        raise _InvalidResult(
+            f"returned {counted(len(entries), 'value')} for {counted(count, 'completion')}"
+        )
     return entries
 
 
@@ -430,8 +433,3 @@ def describe_value(value: object) -> str:
     """The type of a value and the first characters of its repr, for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def count_values(values: int) -> str:
-    """`1 value`, `2 values`."""
-    return f"{values} value" + ("" if values == 1 else "s")

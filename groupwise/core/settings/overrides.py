@@ -79,8 +79,11 @@ def parse_override(assignment: str) -> tuple[KeyPath, Any]:
         mapping = parse_yaml(f"value: {text}")
     except YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
+        remedy = f"for plain text, quote it: {name}='\"text\"'"
+        if re.search(r"\{.*\w:[\[{]", text):
+            remedy = "write a space after each colon: '{a: [1], b: 2}'"
         raise ConfigError(
-            f"{origin}: the value cannot be read as YAML ({problem}); for plain text, quote it: {name}='\"text\"'."
+            f"{origin}: the value cannot be read as YAML ({problem}); {remedy}."
         ) from None
     value = cast("Mapping[str, Any]", mapping)["value"]
     if len(cast("Mapping[str, Any]", mapping)) > 1:

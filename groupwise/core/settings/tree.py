@@ -173,6 +173,9 @@ def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
     return tree
 
 
+_GLUED_KEY = re.compile(r"([A-Za-z_]\w*):\S")
+
+
 def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     """The value as plain JSON data; records lines, and a problem for each value that JSON cannot hold."""
     if isinstance(value, TaggedScalar):
@@ -208,6 +211,11 @@ def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> 
     lines: Any = cast("Any", mapping).lc.data if isinstance(mapping, CommentedMap) else {}
     if lines and key in lines:
         tree.origins[(*path, str(key))] = f"{tree.source}:{lines[key][0] + 1}"
+    if isinstance(key, str) and mapping[key] is None and (glued := _GLUED_KEY.match(key)):
+        # YAML reads `{prompt:question}` as one key without a value. The rest is not shown: it may be a secret.
+        name = glued.group(1)
+        _add_problem(tree, path, f"has no space after the colon of {name}; write '{{{name}: …}}'")
+        return False
     if isinstance(key, str):
         return True
     _add_problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')

@@ -338,14 +338,20 @@ def _read_parquet(file: Path) -> Iterator[Row]:
             yield from batch.to_pylist()
 
 
+_ARROW_FILE = b"ARROW1"
+"""The first bytes of a file in Arrow's file format; a stream begins otherwise."""
+
+
 def _read_arrow(file: Path) -> Iterator[Row]:
-    """Reads rows in the format in which the library datasets stores them."""
+    """Reads rows of both formats of Arrow: the stream, which the library datasets writes, and the file (Feather), which polars writes."""
     arrow = _import_pyarrow(file, "pyarrow")
-    with (
-        _reading_as(file, "Arrow"),
-        arrow.memory_map(str(file)) as memory,
-        arrow.ipc.open_stream(memory) as batches,
-    ):
+    with _reading_as(file, "Arrow"), arrow.memory_map(str(file)) as memory:
+        if memory.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            reader = arrow.ipc.open_file(memory)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            memory.seek(0)
+            batches = arrow.ipc.open_stream(memory)
         for batch in batches:
             batch.validate(full=True)  # otherwise invalid offsets read beyond the end of the file
             yield from batch.to_pylist()

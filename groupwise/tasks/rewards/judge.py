@@ -286,11 +286,12 @@ class _Session:
                     retry = question.again(text, problem)
                     text, problem, retry_scores = await self._ask_judge(question, retry)
                     scores = retry_scores or scores
-                failure = (
-                    Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
-                    if problem
-                    else None
-                )
+                failure = None
+                if problem:
+                    # Each question has its own mark; without it equal reasons are counted as one.
+                    reason = problem.replace(question.mark, "…")
+                    shown = text[:_MAX_CHARACTERS_OF_ANSWER]
+                    failure = Failed(f"got no verdict: {reason}, in {shown!r}")
                 verdict = _Verdict(scores, failure, text)
         except TimeoutError:
             limit = self._judge.time_limit

@@ -47,7 +47,7 @@ def score_request(
         draw=group.draw,
         prompts=[prompt] * len(pending),
         completions=[transcript(prompt, rollout) for rollout in pending],
-        completion_ids=[list(rollout.completion_ids) for rollout in pending],
+        completion_ids=[list(rollout.written_ids) for rollout in pending],
         columns={name: [value] * len(pending) for name, value in columns.items()},
         global_step=global_step,
         max_steps=max_steps,

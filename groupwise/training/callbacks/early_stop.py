@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from groupwise.core.plugins import nearest
 from groupwise.core.settings.view import View
+from groupwise.core.terminal.quantities import counted
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callback, RunHandle
 
@@ -101,8 +102,9 @@ class EarlyStop(Callback):
         else:
             self.not_better += 1
             if self.not_better >= self.patience:
+                observed = counted(self.not_better, self.observe.removesuffix("s"))
                 if self.best is None:
-                    reason = f"{self.metric} was no finite number in {self.patience} {self.observe}"
+                    reason = f"{self.metric} was no finite number in {observed}"
                 else:
                     direction, verb = (
                         ("above", "risen") if self.mode == "max" else ("below", "fallen")
@@ -110,7 +112,7 @@ class EarlyStop(Callback):
                     margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
                     reason = (
                         f"{self.metric} has not {verb} {direction} {self.best:.4g} (after {self.best_step} steps){margin} in "
-                        f"{self.not_better} {self.observe}"
+                        f"{observed}"
                     )
                 run.stop(reason)
 

@@ -146,8 +146,10 @@ def start_weights_to_copy(point: ResumePoint) -> Path | None:
 
 def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
     """Compare the run as it was started with the config now. Raises `ResumeMismatchError` for changes that a resume may not make."""
-    differences = compare_for_resume(read_config(point.path), prepared.config)
-    # The run's name may change, and so may the path of its copied initial weights.
+    stored = read_config(point.path)
+    differences = compare_for_resume(stored, prepared.config)
+    _refuse_new_name(point, prepared.loaded, stored["run"]["name"])
+    # A config of another name may continue the run, and the path of its copied initial weights may change.
     allowed_keys = {"run.name"}
     start = point.path / START
     if point.facts.get("init_from"):
@@ -184,6 +186,18 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
         point,
         changed={**differences.free, **differences.warned, **layout},
         warnings=tuple(_resume_warnings(point, prepared, differences.warned, layout)),
+    )
+
+
+def _refuse_new_name(point: ResumePoint, loaded: LoadedConfig, stored_name: str | None) -> None:
+    """A name among the overrides is meant for this run, which keeps its own; that of a config file may be another run's."""
+    name, origin = loaded.config.run.name, loaded.tree.origin(("run", "name"))
+    if name in (None, stored_name, point.path.name) or not origin.startswith("override"):
+        return
+    at = f"{point.path.name}@{point.step}"
+    raise ResumeMismatchError(
+        f"{origin}: {at} is continued under its own name, {point.path.name}. Leave run.name out; "
+        f"or give --init-from {at} instead, for a new run from these weights."
     )
 
 

@@ -70,6 +70,8 @@ def test_overrides_set_values_and_the_last_one_wins() -> None:
         ("a..b=1", "`a..b` is not a key"),
         ("title=[a", "override title=[a: the value cannot be read as YAML"),
         ("title=a\nrate: 2", "one override sets one key"),
+        ("engine={slots:2}", "engine has no space after the colon of slots; write '{slots: …}'"),
+        ("title={a:[1]}", "write a space after each colon"),
         ("title.x=1", 'override title.x=1: title is "a", which has no keys inside.'),
     ],
 )

@@ -189,10 +189,12 @@ def test_what_was_saved_names_files_beside_it_alone(content: str) -> None:
     assert "has `_data_files`" in refused("saved")
 
 
-def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused() -> None:
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(new: Any) -> None:
     table = pa.table({"prompt": ["hello", "world"]})
-    with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+    with pa.OSFile("a.arrow", "wb") as file, new(file, table.schema) as stream:
         stream.write_table(table)
+    assert [row["prompt"] for row in read_source("a.arrow")] == ["hello", "world"]
     told, forged = struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 2**30, 2**30 + 5)
     content = Path("a.arrow").read_bytes()
     assert told in content

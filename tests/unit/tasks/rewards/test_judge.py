@@ -178,6 +178,11 @@ def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask):
     assert len(ask.service.asked) == 2 * len(UNREADABLE)
 
 
+def test_answers_that_fail_alike_have_one_reason_which_a_run_can_count(ask):
+    first, second = reasons(ask(["a", "b"], lambda text, seed: "10"))
+    assert first == second != ""
+
+
 def cut_off(text: str) -> JSONResponse:
     message = {"role": "assistant", "content": text}
     return JSONResponse({"choices": [{"message": message, "finish_reason": "length"}]})

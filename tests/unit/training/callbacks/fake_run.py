@@ -29,7 +29,7 @@ class ObservedRun:
     said: list[str] = field(default_factory=list)
     policy: Policy = field(default_factory=lambda: Policy("toy", 3, "f00d", "adapter", "there"))
     tokenizer: Any = "the tokenizer"
-    interruption: Any = field(default_factory=lambda: SimpleNamespace(asked=None))
+    interruption: Any = field(default_factory=lambda: SimpleNamespace(received_signal=None))
 
     @property
     def config(self) -> Any:
@@ -44,10 +44,6 @@ class ObservedRun:
         store = SimpleNamespace(get_meta=lambda: {"kind": self.kind}, metrics=metrics)
         checkpoints = self.path / "checkpoints"
         return SimpleNamespace(name="toy", path=self.path, checkpoints=checkpoints, store=store)
-
-    @property
-    def replay(self) -> None:
-        return None
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:
         raise AssertionError("no callback here fills a buffer")

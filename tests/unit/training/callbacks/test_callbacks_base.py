@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +170,23 @@ async def test_a_state_that_would_come_back_as_another_is_no_state(begun, caplog
     callbacks = await begun(Counting(state))
     assert callbacks.state()["states"] == {}
     assert "state cannot be kept" in warnings(caplog)[0]
+
+
+async def test_the_run_has_what_its_page_names(begun):
+    page = (Path(__file__).parents[4] / "docs/how-to/callbacks.md").read_text()
+    attributes = page.split("attributes of `run`: ")[1].split(". It may call")[0]
+    names = re.findall(r"`(\w+)(?:\(names\))?`(?! or| \(if|\))", attributes)
+    names = [name for name in names if name not in ("rl", "sft", "on_run_end")]
+    handles = []
+
+    class Reader(Callback):
+        def on_run_begin(self, run):
+            handles.append(run)
+
+    await begun(Reader())
+    methods = re.findall(r"^- `run\.(\w+)\(", page, re.MULTILINE)
+    assert len(names) == 12
+    assert [name for name in [*names, *methods] if not hasattr(handles[0], name)] == []
 
 
 async def test_one_after_the_other_in_order_plain_and_async(begun):
