@@ -469,11 +469,14 @@ class EngineCore:
             shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
             # Everything sampled since the previous step; this may include groups of later steps.
             tokens, self._fresh_tokens = self._fresh_tokens, 0
-            batch = StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
+            sampling = run.gate.busy()
+            batch = StepBatch(shaped, sampling=sampling, sampled_tokens=tokens)
             with run.taking_a_step():
                 if self._loaded_run.prepared.layout.frees_cache:
                     await run.settle()  # a request that came now would need the memory back
-                metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
+                # The seconds of a step are those of sampling and learning, without what clients take in between.
+                begun = time.perf_counter() - sampling
+                metrics = await take_step(run, batch, begun, plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 await self._save()
             self._loaded_run.progress.phase("ready")

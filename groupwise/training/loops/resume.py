@@ -257,7 +257,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     checkpoint = resumption.point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
-        run.take_position(checkpoint.extra["position"])
+        run.load_state(checkpoint.extra["position"])
         run.load_more(checkpoint.path, checkpoint.extra["position"])
     for text in resumption.messages:
         run.say(text)

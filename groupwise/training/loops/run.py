@@ -104,16 +104,16 @@ class Learning(Training):
             scored_count = int(metrics["rollouts/scored"])
             self.algorithm = self.algorithm.adapted(metrics["kl"], scored_count)
 
-    def position(self) -> dict[str, Any]:
-        """See `Training.position`."""
+    def state(self) -> dict[str, Any]:
+        """See `Training.state`."""
         spec = self.algorithm.loss_spec()
         algorithm = {"name": spec.name, "knobs": dict(spec.knobs)}
-        return {**super(Learning, self).position(), "algorithm": algorithm}
+        return {**super(Learning, self).state(), "algorithm": algorithm}
 
-    def take_position(self, position: Mapping[str, Any]) -> None:
-        """See `Training.take_position`."""
-        super(Learning, self).take_position(position)
-        self.algorithm = type(self.algorithm)(**position["algorithm"]["knobs"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Training.load_state`."""
+        super(Learning, self).load_state(state)
+        self.algorithm = type(self.algorithm)(**state["algorithm"]["knobs"])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,10 +173,10 @@ class Run(Learning):
         text = f"after {warning.step} steps: signal {warning.name}: {warning.message}"
         return text + (hint if warning.kind == "begins" else "")
 
-    def position(self) -> dict[str, Any]:
-        """See `Training.position`."""
+    def state(self) -> dict[str, Any]:
+        """See `Training.state`."""
         return {
-            **super(Run, self).position(),
+            **super(Run, self).state(),
             "unscored_steps": self.unscored_steps,
             "signals": self.signals and self.signals.state(),
             "earlier": {
@@ -185,11 +185,11 @@ class Run(Learning):
             },
         }
 
-    def take_position(self, position: Mapping[str, Any]) -> None:
-        """See `Training.take_position`."""
-        super(Run, self).take_position(position)
-        self.unscored_steps = position["unscored_steps"]
-        signals_state = position.get("signals")  # earlier versions did not record signals
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Training.load_state`."""
+        super(Run, self).load_state(state)
+        self.unscored_steps = state["unscored_steps"]
+        signals_state = state.get("signals")  # earlier versions did not record signals
         if self.signals is not None and signals_state is not None:
             self.signals.load_state(signals_state)
 
@@ -279,20 +279,20 @@ class TaskRun(Run):
         """Number of steps in one pass over the data; see `Selection.turns_in_an_epoch`."""
         return self.selection.turns_in_an_epoch / self.config.training.prompts_per_step
 
-    def position(self) -> dict[str, Any]:
-        """See `Training.position`."""
+    def state(self) -> dict[str, Any]:
+        """See `Training.state`."""
         schedule = self.schedule
         return {
-            **super(TaskRun, self).position(),
+            **super(TaskRun, self).state(),
             "next_draw": schedule.next_draw if schedule else self.next_draw,
             "outstanding": list(schedule.outstanding if schedule else self.outstanding),
         }
 
-    def take_position(self, position: Mapping[str, Any]) -> None:
-        """See `Training.take_position`."""
-        super(TaskRun, self).take_position(position)
-        self.next_draw = position["next_draw"]
-        self.outstanding = tuple(position["outstanding"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Training.load_state`."""
+        super(TaskRun, self).load_state(state)
+        self.next_draw = state["next_draw"]
+        self.outstanding = tuple(state["outstanding"])
 
     def save_more(self, folder: Path) -> None:
         """Save the state of the data's selection, in addition to the files of every run."""

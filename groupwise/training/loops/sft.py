@@ -95,10 +95,10 @@ class SftRun(Training):
         """See `Training.epoch`."""
         return self.next_draw / self.order.length
 
-    def position(self) -> dict[str, Any]:
-        """See `Training.position`."""
+    def state(self) -> dict[str, Any]:
+        """See `Training.state`."""
         return {
-            **super(SftRun, self).position(),
+            **super(SftRun, self).state(),
             "best": asdict(self.best) if self.best else None,
             "next_draw": self.next_draw,
             "to_beat": self.loss_to_beat,
@@ -107,20 +107,20 @@ class SftRun(Training):
             "reached": self.met_condition,
         }
 
-    def take_position(self, position: Mapping[str, Any]) -> None:
-        """See `Training.take_position`."""
-        super(SftRun, self).take_position(position)
-        self.best = Best(**position["best"]) if position["best"] else None
-        self.next_draw = position["next_draw"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `Training.load_state`."""
+        super(SftRun, self).load_state(state)
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.next_draw = state["next_draw"]
         if (
             self.max_draws is not None
         ):  # the last step of the epochs configured before may have been smaller
             size = self.config.training.examples_per_step
             self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
-        self.loss_to_beat = position["to_beat"]
-        self.not_better = position["not_better"]
-        self.evaluated_step = position["evaluated_step"]
-        reached = position.get("reached")
+        self.loss_to_beat = state["to_beat"]
+        self.not_better = state["not_better"]
+        self.evaluated_step = state["evaluated_step"]
+        reached = state.get("reached")
         self.met_condition = reached if reached in self.config.training.stop_when else None
 
 

@@ -95,8 +95,8 @@ class Training:
         logger.info("%s", text)
         self.progress.note(text)
 
-    def position(self) -> dict[str, Any]:
-        """The run's position for its checkpoint, as plain JSON."""
+    def state(self) -> dict[str, Any]:
+        """What of the run a checkpoint keeps beside weights and optimiser, as plain JSON."""
         return {
             "step": self.step,
             "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},
@@ -105,14 +105,14 @@ class Training:
             "callbacks": self.callbacks.state(),
         }
 
-    def take_position(self, position: Mapping[str, Any]) -> None:
-        """Restore what `position` returned. The policy's path stays empty until the policy is published again."""
-        self.step = self.saved_step = position["step"]
-        version, fingerprint = position["policy"]["version"], position["policy"]["fingerprint"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned. The policy's path stays empty until the policy is published again."""
+        self.step = self.saved_step = state["step"]
+        version, fingerprint = state["policy"]["version"], state["policy"]["fingerprint"]
         self.policy = Policy(self.policy.run, version, fingerprint, self.policy.kind, "")
-        self.tokens_seen = position["tokens_seen"]
-        self.non_finite = position["non_finite"]
-        self.callbacks.load_state(position["callbacks"])
+        self.tokens_seen = state["tokens_seen"]
+        self.non_finite = state["non_finite"]
+        self.callbacks.load_state(state["callbacks"])
 
     def save_more(self, folder: Path) -> None:
         """Write the other files that a resume needs into a checkpoint that is being written."""
@@ -196,7 +196,7 @@ async def write_checkpoint(training: Training) -> None:
     training.progress.phase("saving", 0, 1)
     with checkpoints.begin(training.folder.checkpoints, training.step) as folder:
         # What sampling changes is written before anything is waited for.
-        extra = {"position": training.position()}
+        extra = {"position": training.state()}
         training.save_more(folder)
         write_piece(training.folder.path, training.folder.store.path, folder, training.step)
         carry(training.folder.path, folder, training.step)

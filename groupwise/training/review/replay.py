@@ -343,7 +343,7 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
                 f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
                 "(run.save_total_limit). Give the command again."
             ) from error
-        run.take_position(checkpoint.extra["position"])
+        run.load_state(checkpoint.extra["position"])
         fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
     if fingerprint in (None, run.policy.fingerprint):

@@ -70,6 +70,7 @@ async def take(engine: EngineCore, step: int, like: Path) -> tuple[StepDone, lis
         assert sampled.step == step
         plan.append(scored_group(sampled.group, [rollout.reward for rollout in group.rollouts]))
     done = await engine.step(Plan(step, tuple(plan)))
+    assert done.metrics["time/step"] > done.metrics["time/sampling"] > 0
     assert done.record.draws == tuple(group.draw for group in groups)
     return done, plan
 

@@ -52,7 +52,7 @@ def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
             os.rename(place.at(taken), place.at(TOKEN))
 
 
-def test_what_was_voided_first_is_nobodys(home: str) -> None:
+def test_an_attempt_that_was_voided_while_queued_cannot_be_taken(home: str) -> None:
     void_queued(attempt_at(home, "job", 1), "")
     assert ask(home, "take", 1, "a") is None
 

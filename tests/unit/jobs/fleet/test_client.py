@@ -491,7 +491,7 @@ def test_a_key_that_is_revoked_or_too_old_is_none(
 # State
 
 
-def test_who_asks_whether_it_is_ready_changes_nothing(
+def test_readiness_checks_and_metrics_change_nothing(
     url: str, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be of another version than the others, and be asked every few seconds."""
@@ -598,7 +598,7 @@ def test_a_submission_goes_on_under_its_name() -> None:
 
 
 @pytest.mark.parametrize("seconds", [40, 10_000])
-def test_who_is_asked_to_return_later_does_not_come_earlier(seconds: int) -> None:
+def test_the_client_waits_as_long_as_retry_after_says(seconds: int) -> None:
     slept: list[float] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:

@@ -16,7 +16,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "its reader has gone"), ValueError("bug")])
-async def test_whoever_does_not_hear_it_ends_nothing(
+async def test_an_event_listener_whose_output_fails_ends_without_an_error(
     database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def say(line: str) -> None:

@@ -71,7 +71,7 @@ def test_a_pid_that_another_has_now() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"pids": "pid:[1]"}])
-def test_nobody_knows_of_a_process_elsewhere(
+def test_a_process_on_another_machine_is_never_taken_for_gone(
     other: subprocess.Popen[bytes], changed: dict[str, Any]
 ) -> None:
     known = facts(other.pid, **changed)
@@ -85,7 +85,7 @@ def test_nobody_knows_of_a_process_elsewhere(
 @pytest.mark.parametrize(
     ("alone", "left"), [(False, ["hangs", "unknown", "watches"]), (True, ["watches"])]
 )
-def test_whoever_begins_takes_away_what_is_left(
+def test_a_starting_process_removes_rows_of_processes_that_ended(
     database: Database, alone: bool, left: list[str]
 ) -> None:
     here = facts(os.getpid())
@@ -107,7 +107,7 @@ def test_whoever_begins_takes_away_what_is_left(
     assert sorted(found) == left
 
 
-def test_a_lock_says_who_plays_a_role(tmp_path: Path) -> None:
+def test_the_lock_of_a_role_names_its_process_and_refuses_a_second(tmp_path: Path) -> None:
     assert role_holder(tmp_path) is None
     with hold_role(tmp_path, "poller"):
         assert role_holder(tmp_path) == f"its poller (process {os.getpid()})"
@@ -132,7 +132,7 @@ def test_a_folder_is_known_again_and_another_is_another(tmp_path: Path) -> None:
     assert [path.name for path in first.iterdir()] == [FOLDER_IDENTITY]
 
 
-def test_all_who_come_first_at_once_know_it_by_the_same(tmp_path: Path) -> None:
+def test_a_folder_gets_one_identity_from_concurrent_first_calls(tmp_path: Path) -> None:
     many = Barrier(8)
 
     def look(_: int) -> str:

@@ -160,7 +160,7 @@ def test_what_does_not_end_is_killed(gang: Gangs, monkeypatch: pytest.MonkeyPatc
     wait_until(lambda: gang.actors[1].machine.ended() == 128 + signal.SIGKILL)
 
 
-def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
+def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
     """However that ended."""
     text = Path(ray_gang.__file__).read_text().partition("\nif __name__")[0]
     (tmp_path / "begin.sh").write_text(f"echo $$ >{tmp_path}/pid\n{LIVES}")

@@ -157,7 +157,9 @@ signal.pause()
 """
 
 
-async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner) -> None:
+async def test_an_eviction_that_only_the_engine_knows_of_reaches_the_job_at_once(
+    runner: Runner,
+) -> None:
     """As Modal and AWS do, whose notice nothing else of the job hears: all of it is for saving."""
     waits = await runner.launch(job(SAVES))
     engine = begins(waits)

@@ -244,7 +244,7 @@ def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
 
 
 @pytest.mark.parametrize("verb", ["launch", "void", "forget"])
-def test_who_decides_is_decided_by_one_at_a_time(
+def test_a_request_is_refused_while_another_holds_the_lock_of_the_job(
     here: Machine, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     body = here.body(verb, **here.order("true"))

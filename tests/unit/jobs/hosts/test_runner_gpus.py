@@ -332,7 +332,7 @@ def test_a_gpu_whose_users_are_unknown_is_not_used(tmp_path: Path) -> None:
     assert device["problems"] == ["nvidia-smi does not say who uses it"]
 
 
-def test_who_is_on_recorded_gpus(here: Machine) -> None:
+def test_processes_on_recorded_gpus_are_listed(here: Machine) -> None:
     users: dict[str, list[tuple[str, int, bool]]] = {}
     for name in ("mig", "desktop", "vgpu", "amd-smi/amd_smi", "rocm-smi/rocm_smi", "gb10"):
         replay(here, name)

@@ -52,7 +52,7 @@ def test_a_session_of_one_name_is_opened_once(opened):
     assert calls.all_sessions(opened) == [SESSION, *unnamed]
 
 
-def test_what_it_came_to_stands(opened):
+def test_a_recorded_outcome_of_a_call_cannot_be_overwritten(opened):
     id = done(opened, 1)
     with pytest.raises(sqlite3.IntegrityError, match="stands"):
         calls.record_outcome(opened, id, Outcome("answered", "application/json", b"other"))

@@ -80,7 +80,7 @@ def nothing(transaction) -> str:
     return "nothing"
 
 
-async def test_who_goes_away_takes_nothing_with_it(opened):
+async def test_a_cancelled_caller_does_not_undo_its_write(opened):
     gate = Gate()
     first = asyncio.create_task(opened.do(gate))
     gone = asyncio.create_task(opened.do(count, "r", "a"))

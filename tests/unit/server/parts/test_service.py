@@ -117,7 +117,7 @@ async def test_calls_that_overtake_each_other_are_done_in_order(tmp_path: Path) 
         assert ask.parts.done == ["generate", "forward_backward", "update", "discard"]
 
 
-async def test_what_is_given_up_holds_nobody_up(tmp_path: Path) -> None:
+async def test_calls_that_are_given_up_do_not_block_others(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
         learning, drawing = ask.parts.held["forward_backward"], ask.parts.held["generate"]
         await ask.call(1, LEARN, after=0, wait=0.0)
@@ -153,7 +153,7 @@ async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path
 # 3. and 4.
 
 
-async def test_who_falls_silent_is_ended_and_told(tmp_path: Path) -> None:
+async def test_a_silent_client_loses_its_session_and_gets_an_error(tmp_path: Path) -> None:
     clock = Clock()
     async with asking(tmp_path, clock=clock, silence=100.0) as ask:
         clock.now += 99
@@ -209,7 +209,7 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
 # 5.
 
 
-async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> None:
+async def test_the_engine_gets_only_the_parts_of_a_config_that_it_needs(tmp_path: Path) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     kept = {"lora": {"r": 2}, "run": {"processes": 2, "threads": 2}}
     model = {"name": "mine", "adapter": "/etc", "chat_template": "/etc/passwd", "dtype": "float32"}

@@ -96,7 +96,7 @@ async def test_one_at_a_time_but_lines_beside_each_other(futures: Futures) -> No
     assert ([await _text(futures, id) for id in ids], most) == ([""] * 3, 1)
 
 
-async def test_failures_are_told_and_hold_up_nobody(
+async def test_a_failed_call_reports_its_error_and_does_not_block_later_calls(
     futures: Futures, caplog: pytest.LogCaptureFixture
 ) -> None:
     line = CallQueue("m", futures)

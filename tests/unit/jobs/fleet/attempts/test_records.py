@@ -95,7 +95,9 @@ WRITES: dict[str, Callable[[Session, int, str], object]] = {
 }
 
 
-def test_who_has_been_replaced_writes_nothing(fleet: InProcessFleet, epoch: int) -> None:
+def test_a_controller_that_lost_its_lease_can_neither_read_nor_write(
+    fleet: InProcessFleet, epoch: int
+) -> None:
     """Nor does it read."""
     assert list(fleet.database.read(lambda s: records.snapshots(s, [epoch], "me"))) == [epoch]
     fleet.expire_leases()

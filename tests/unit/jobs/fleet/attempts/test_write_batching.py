@@ -49,7 +49,9 @@ def states(fleet: InProcessFleet) -> dict[int, str]:
     )
 
 
-async def test_who_is_refused_is_refused_alone(fleet: InProcessFleet, epochs: list[int]) -> None:
+async def test_a_refused_write_does_not_fail_the_others_of_its_batch(
+    fleet: InProcessFleet, epochs: list[int]
+) -> None:
     writes = Writes(fleet.database)
     told = await asyncio.gather(
         writes.commit(epochs[0], launching(epochs[0])),
@@ -80,7 +82,9 @@ async def test_a_commit_without_an_answer_is_said_to_all_and_done_again_by_nobod
     assert len(begun) == 1
 
 
-async def test_who_cannot_be_read_stops_nobody(fleet: InProcessFleet, epochs: list[int]) -> None:
+async def test_an_unreadable_attempt_does_not_fail_the_others_of_its_batch(
+    fleet: InProcessFleet, epochs: list[int]
+) -> None:
     def read(session: Session, asked: Sequence[int]) -> dict[int, records.Snapshot]:
         if epochs[0] in asked:
             raise ValueError("a row that makes no sense")

@@ -73,7 +73,7 @@ def names(place: Path) -> set[str]:
     return {p.name for p in (place / JOB).iterdir()}
 
 
-async def test_everything_comes_and_is_what_it_was(
+async def test_all_output_files_are_collected_unchanged(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)

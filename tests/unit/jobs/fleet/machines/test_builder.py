@@ -96,7 +96,7 @@ def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
     process.communicate()
 
 
-def test_one_that_does_not_work_any_more_is_made_anew(desk: Desk) -> None:
+def test_a_broken_environment_is_built_again(desk: Desk) -> None:
     desk.build()
     (desk.place / "bin" / "python").unlink()
     (desk.place / "left").touch()
@@ -172,7 +172,7 @@ def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(de
     assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
 
 
-def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:
+def test_processes_that_have_mapped_files_of_a_folder_count_as_its_users(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "cat"
     program.write_bytes(Path("/bin/cat").read_bytes())

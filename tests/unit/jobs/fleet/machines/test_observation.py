@@ -155,7 +155,7 @@ def fleet(database: Database) -> Fleet:
     return Fleet(database)
 
 
-def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
+def test_a_first_observation_makes_a_machine_usable_and_wakes_pending_jobs(fleet: Fleet):
     submit(fleet.database, "waits", gpus=1)
     assert claimed_ids(fleet.database) == []
     assert fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.database_time))

@@ -303,7 +303,7 @@ def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("small_portions")
-def test_many_at_once_become_what_they_become_one_by_one(database: Database) -> None:
+def test_an_array_creates_the_same_jobs_as_single_submissions(database: Database) -> None:
     requests = [from_document(each) for each in VARIED]
     submit(database, "there", project="p", gpus=1)
     kept = f"UPDATE jobs SET status = 'cancelled' WHERE status IN {('queued', 'held')} AND job_id <> 'there'"
@@ -356,7 +356,7 @@ ON_SQLITE = [
 """What PostgreSQL itself refuses."""
 
 
-def test_a_row_that_cannot_be_read_stops_nobody(database: Database) -> None:
+def test_unreadable_job_rows_do_not_block_or_hide_others(database: Database) -> None:
     """Nor does it hide others before somebody is there to admit it."""
     ada = Actor("user:ada")
     rows = [*UNREADABLE, *(ON_SQLITE if database.dialect == "sqlite" else ())]

@@ -78,7 +78,7 @@ def test_a_wait_for_a_lock_is_repeated(file: Path, monkeypatch: pytest.MonkeyPat
         other.close()
 
 
-def test_who_may_write_has_locked_before_it_reads(file: Path) -> None:
+def test_a_writing_transaction_takes_its_lock_before_it_reads(file: Path) -> None:
     """A transaction that only reads lets others write."""
     database = connect(f"sqlite:///{file}")
     other = sqlite3.connect(file, isolation_level=None, timeout=0)
