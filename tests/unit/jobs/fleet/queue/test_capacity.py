@@ -221,8 +221,8 @@ def test_a_command_on_a_full_machine_reads_that_machine_alone(
 def test_a_gang_without_gpus_reads_no_full_machine_if_they_are_known(database: Database) -> None:
     for name in ("full", "free"):
         add_machine(database, name, 1, cpu_slots=1)
-    for needs in ({"gpus": 1}, {"gpus": 0}):
-        submit(database, vm="full", **needs)
+    for gpus in (1, 0):
+        submit(database, vm="full", gpus=gpus)
     submit(database, vm="free", gpus=1)
     assert len(claim_some(database)) == 3
     gang, key = Resources(gpus=0, machines=2), (0.0, "gang")
