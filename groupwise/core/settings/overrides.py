@@ -80,7 +80,7 @@ def parse_override(assignment: str) -> tuple[KeyPath, Any]:
     except YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
         remedy = f"for plain text, quote it: {name}='\"text\"'"
-        if re.search(r"\{.*\w:[\[{]", text):
+        if "{" in text and re.search(r"\w:[\[{]", text):
             remedy = "write a space after each colon: '{a: [1], b: 2}'"
         raise ConfigError(
             f"{origin}: the value cannot be read as YAML ({problem}); {remedy}."
