@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.engine.learner.native.engine import NativeEngine
@@ -12,7 +13,7 @@ from groupwise.engine.models.adapters import adapter_folder, starting_config, wa
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.load import load_base
 from groupwise.engine.models.lora import AdaptedModel, read_adapter
-from groupwise.engine.models.lora_config import read_lora_config
+from groupwise.engine.models.lora_config import AdapterConfig, read_lora_config
 from groupwise.engine.models.native.weights import native_model
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def model_teacher(config: ModelConfig, dtype: Dtype, device: str, *, packing: bo
         model.requires_grad_(False)
     else:
         warn_of_other_base(read_lora_config(folder), config, folder)
-        adapted = AdaptedModel(model, starting_config(config, LoraConfig()))
+        adapted = AdaptedModel(model, _without_dropout(starting_config(config, LoraConfig())))
         weights = TrainedAdapter(adapted, seed=0, start=read_adapter(folder))
         native = weights.native()
     return Teacher(_engine(weights, native, packing=packing))
@@ -39,7 +40,7 @@ def average_teacher(trained: Any, rate: float, dtype: Dtype, *, packing: bool) -
     """A moving average of the trained weights: a second adapter over the same base, or a copy of the model. `dtype`: of products."""
     weights: Any
     if isinstance(trained, TrainedAdapter):
-        shape = trained.adapted.configs[trained.name]
+        shape = _without_dropout(trained.adapted.configs[trained.name])
         name = f"{trained.name}-teacher"
         weights = TrainedAdapter(trained.adapted, seed=0, name=name, config=shape)
         native = weights.native()
@@ -51,6 +52,11 @@ def average_teacher(trained: Any, rate: float, dtype: Dtype, *, packing: bool) -
     return Teacher(
         _engine(weights, native, packing=packing), average=MovingAverage(average, policy, rate)
     )
+
+
+def _without_dropout(config: AdapterConfig) -> AdapterConfig:
+    """A teacher takes no gradient, so that the dropout with which its adapter was trained never acts and must not slow it down."""
+    return replace(config, lora_dropout=0.0)
 
 
 def _engine(weights: Any, native: Any, *, packing: bool) -> LearnerEngine:

@@ -20,8 +20,11 @@ from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.learner.engine import TransformersEngine
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.teacher import Teacher
-from groupwise.engine.learner.teacher_weights import average_teacher
-from groupwise.engine.learner.weights import TrainedModel
+from groupwise.engine.learner.teacher_weights import average_teacher, model_teacher
+from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.lora import AdaptedModel
+from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.native.weights import native_model
 from groupwise.engine.models.tiny import tiny_model
 
@@ -119,6 +122,22 @@ async def test_logprobs_are_those_after_the_teachers_prompt(make_learner, make_r
         logits = model(ids).logits[0, start:-1] / row.temperature
         own = logits.log_softmax(-1).gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(values), own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_dropout_with_which_an_adapter_was_trained_does_not_slow_a_teacher(
+    tmp_path, caplog, average
+):
+    dropping = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=2, alpha=2, dropout=0.1)))
+    trained = TrainedAdapter(dropping, seed=1)
+    trained.save(tmp_path)
+    if average:
+        teacher = average_teacher(trained, 0.1, "float32", packing=True)
+    else:
+        config = ModelConfig(name="tiny", adapter=str(tmp_path))
+        teacher = model_teacher(config, "float32", "cpu", packing=True)
+    assert isinstance(teacher.engine, NativeEngine)
+    assert "dropout" not in caplog.text
 
 
 @pytest.mark.parametrize(("sign", "falls"), [(1, True), (-1, False)])
