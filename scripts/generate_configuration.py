@@ -1,4 +1,4 @@
-"""Make the pages on configuration and commands, and the JSON schemas: `.venv/bin/python scripts/generate_configuration.py`."""
+"""Generate the pages on configuration and commands, and the JSON schemas: `.venv/bin/python scripts/generate_configuration.py`."""
 
 from pathlib import Path
 

@@ -97,7 +97,7 @@ def test_one_run_trains_on_three_tasks_and_records_each_part_by_task() -> None:
 
 
 def test_a_reward_for_length_counts_the_tokens_that_the_policy_wrote() -> None:
-    """Not those that the second stage inserts, which are more than the limit here."""
+    """The tokens that the second stage inserts do not count; with them each completion would be over the limit."""
     given = {**config(dataset_name="one.jsonl"), "sampler": {}}
     given["rollout"] = {
         "type": "two_stage", "max_reasoning_length": 4, "max_answer_length": 4, "reasoning_end": "</think>", "answer_start": "<answer>",

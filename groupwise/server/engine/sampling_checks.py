@@ -1,5 +1,5 @@
-"""Checks a request to sample: what it says about single tokens, against the vocabulary of the run's tokenizer; and whether a prompt is too
-long by its characters alone, before it is tokenised.
+"""Checks a request to sample before it is sampled: that the token ids it names are in the vocabulary, and that its prompt is not too long,
+by the number of its characters alone.
 
 Tokenising a megabyte takes seconds. No token has more characters than the vocabulary's longest one, so a text with more characters
 than `longest prompt × longest token` has too many tokens in any case. The HTTP side checks it first, so such a prompt never reaches the

@@ -71,7 +71,7 @@ def copy_functions(
 
 
 def free_name(wanted: str, source: str) -> str:
-    """This name, or with a number if the script has it already: `process_row_2`."""
+    """The wanted name; if the script uses it already, it gets a number: `process_row_2`."""
     numbered = (f"{wanted}_{number}" for number in itertools.count(2))
     names = itertools.chain([wanted], numbered)
     return next(name for name in names if not re.search(rf"\b{name}\b", source))

@@ -377,10 +377,6 @@ def _values_code(queries: int, blocks: int) -> Any:
     return intrinsic(typed)
 
 
-BLOCKS = 2
-"""Blocks of 16 keys, or of 16 numbers of values, that are computed at once."""
-
-
 def _scores_of(blocks: int) -> Any:
     """A kernel that writes the products of up to 4 queries with so many blocks of keys."""
     one, two, three, four = (_score_code(queries, blocks) for queries in (1, 2, 3, 4))
@@ -429,8 +425,8 @@ def _values_of(blocks: int) -> Any:
     return add
 
 
-_score_one, _score_more = _scores_of(1), _scores_of(BLOCKS)
-_add_one, _add_more = _values_of(1), _values_of(BLOCKS)
+_score_one, _score_two = _scores_of(1), _scores_of(2)
+_add_one, _add_two = _values_of(1), _values_of(2)
 
 
 @kernel(ROUNDING_KEPT)
@@ -439,17 +435,16 @@ def _score_blocks(
 ) -> None:
     """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
-    room, whole = 4 * scores_RX.shape[1], blocks // BLOCKS * BLOCKS
+    room = 4 * scores_RX.shape[1]
     for r in range(0, repeat, 4):
         query = queries_RD.ctypes.data + 4 * r * size
-        for block in range(0, whole, BLOCKS):
+        for block in range(0, blocks, 2):
             keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
             into = scores_RX.ctypes.data + 4 * (start + block * STRETCH) + r * room
-            _score_more(repeat - r, query, 4 * size, keys, size, into, room)
-        for block in range(whole, blocks):
-            keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
-            into = scores_RX.ctypes.data + 4 * (start + block * STRETCH) + r * room
-            _score_one(repeat - r, query, 4 * size, keys, size, into, room)
+            if block + 1 < blocks:
+                _score_two(repeat - r, query, 4 * size, keys, size, into, room)
+            else:
+                _score_one(repeat - r, query, 4 * size, keys, size, into, room)
 
 
 def _typed_highest(_: Any, numbers: Any, address: Any, count: Any) -> Any:
@@ -477,7 +472,7 @@ def _typed_highest(_: Any, numbers: Any, address: Any, count: Any) -> Any:
 
 
 _highest_of_vectors: Any = intrinsic(_typed_highest)
-"""Called with an array, the address of its numbers, none of which is NaN, and their count, at least 16: returns the highest."""
+"""The highest number of an array, given its address and count. There must be 16 or more, and none may be NaN."""
 
 
 @kernel(ROUNDING_KEPT)
@@ -511,17 +506,16 @@ def _add_values(
     """Add the first `count` values, each multiplied by its weight; the weights are in the columns from `start` on."""
     repeat, size = sums_RD.shape
     room, width = 4 * weights_RX.shape[1], values_TD.itemsize * size
-    whole = size // (BLOCKS * LANES) * BLOCKS * LANES
     for r in range(0, repeat, 4):
         weights = weights_RX.ctypes.data + r * room + 4 * start
-        for d in range(0, whole, BLOCKS * LANES):
+        for d in range(0, size, 2 * LANES):
             values = values_TD.ctypes.data + values_TD.itemsize * d
             sums = sums_RD.ctypes.data + 4 * (r * size + d)
-            _add_more(repeat - r, weights, room, values, width, count, sums, 4 * size, values_TD)
-        for d in range(whole, size, LANES):
-            values = values_TD.ctypes.data + values_TD.itemsize * d
-            sums = sums_RD.ctypes.data + 4 * (r * size + d)
-            _add_one(repeat - r, weights, room, values, width, count, sums, 4 * size, values_TD)
+            step = 4 * size
+            if d + LANES < size:
+                _add_two(repeat - r, weights, room, values, width, count, sums, step, values_TD)
+            else:
+                _add_one(repeat - r, weights, room, values, width, count, sums, step, values_TD)
 
 
 @kernel(ROUNDING_KEPT)

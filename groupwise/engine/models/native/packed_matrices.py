@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
@@ -25,7 +24,7 @@ from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.kernels import ROUNDING_KEPT
 from groupwise.engine.models.native.products import LARGE, USE_TILES, code_for_line
 from groupwise.engine.models.native.tiles import WIDTH, TileCode
-from groupwise.engine.models.native.vector_code import FLOATS, LONG, VectorCode
+from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
 
 Array = NDArray[Any]
 
@@ -156,10 +155,7 @@ def _product_in_tiles(*, adding: bool = False, transposed: bool = False) -> Any:
             if not transposed:
                 tiles.store(total, into, zero, stride)
                 return context.get_dummy_value()
-            memory = cgutils.alloca_once(builder, ir.ArrayType(FLOATS, LANES))
-            address = builder.ptrtoint(memory, LONG)
-            tiles.store(total, address, zero, width)
-            vectors = [code.load(address, code.number(LINE * row)) for row in range(LANES)]
+            vectors = tiles.vectors(total, LANES, FLOATS)
             outputs = code.addresses(into, stride, LANES)
             for vector, output in zip(code.transposed(vectors), outputs, strict=True):
                 code.store(vector, output, zero)
@@ -191,7 +187,7 @@ def write_scores(like: Array, keys: Any, rows: Any, count: Any, columns: Any, sc
 
 @kernel(ROUNDING_KEPT)
 def write_sums(like: Array, weights: Any, keys: Array, columns: Any, into_QD: Array) -> None:
-    """Write the sums over so many keys of 16 queries' weights times what `pack_for_sums` packed of the keys."""
+    """For each of 16 queries, write the sum of so many rows times their weights; `pack_for_sums` packed the rows."""
     count, stride = columns // numbers_per_word(like), 4 * into_QD.shape[1]
     for block in range(keys.shape[0]):
         packed, into = keys[block].ctypes.data, into_QD.ctypes.data + LINE * block
@@ -279,10 +275,12 @@ def empty_for_scores(room: Any, width: Any, like: Array) -> Any:
 
 @kernel(ROUNDING_KEPT)
 def empty_for_sums(room: Any, width: Any, like: Array) -> Any:
-    """Memory for `pack_for_sums`. Rows have an odd number of lines, because a cache has few places for rows at the same distance."""
+    """Memory for `pack_for_sums`. Rows have an odd number of lines: those whose distance is a power of two would share a few places of
+    the cache.
+    """
     words = room // numbers_per_word(like)
     if in_tiles(like):
-        return np.empty((width // LANES, LANES, (words // LANES | 1) * LANES + LANES), np.uint32)
+        return np.empty((width // LANES, LANES, (words // LANES + 1 | 1) * LANES), np.uint32)
     return np.empty((width // LANES, words, LANES), np.uint32)
 
 

@@ -28,14 +28,13 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from groupwise.engine.models.native.facts import LANES
 from groupwise.engine.models.native.kernel_cache import kernel
 from groupwise.engine.models.native.tiles import WIDTH, TileCode, has_tiles
-from groupwise.engine.models.native.vector_code import FLOATS, LONG, WORDS, VectorCode
+from groupwise.engine.models.native.vector_code import FLOATS, WORDS, NamedType, VectorCode
 
 Array = NDArray[Any]
 
@@ -51,27 +50,14 @@ ONE_SIZE = LARGE == SMALL
 USE_TILES = has_tiles()
 """True if `PAIRS` and `BYTES` are multiplied in tiles of the CPU (AMX)."""
 IN_TURNS = 2
-"""Tiles of sums that a loop adds to, one after the other: an instruction takes longer than the next one waits for another tile."""
+"""Tiles of sums that a loop adds to in turns: an instruction that adds to the same tile would wait for the one before."""
 LINES = IN_TURNS * LANES
-"""Lines of weights that these multiply at once."""
+"""Lines of weights that one turn of this loop multiplies."""
 AHEAD = 8192
 """How many bytes ahead weights are fetched if only one tile needs them."""
 
 
-class _BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_TWOS = ir.VectorType(_BFloat(), 2 * LANES)
+_TWOS = ir.VectorType(NamedType("bfloat"), 2 * LANES)
 
 Sums = list[Any]
 Begin = Callable[[VectorCode, Any, int], Sums]
@@ -97,7 +83,7 @@ class _Kind:
     constants: int = 4 * LANES
     """Bytes of a block's constants."""
     numbers: Any = FLOATS
-    """Type of a vector of sums."""
+    """LLVM's type of 16 sums."""
     in_tiles: str | None = None
     """The instruction that multiplies tiles."""
 
@@ -250,16 +236,9 @@ def _add_tiles(
             added.append(tiles.multiply(str(kind.in_tiles), total, left, right, rows))
         return added
 
-    memory = ir.ArrayType(kind.numbers, IN_TURNS * rows)
-    address = builder.ptrtoint(cgutils.alloca_once(builder, memory), LONG)
     plus = builder.add if kind.numbers is WORDS else builder.fadd
-    for place, total in enumerate(code.loop(count, [tiles.zero(rows)] * IN_TURNS, add)):
-        at = code.number(place * rows * WIDTH)
-        tiles.store(total, address, at, width, rows)
-        vectors = (
-            code.load(address, code.number((place * rows + row) * WIDTH), kind.numbers)
-            for row in range(rows)
-        )
+    for total in code.loop(count, [tiles.zero(rows)] * IN_TURNS, add):
+        vectors = tiles.vectors(total, rows, kind.numbers)
         sums = [plus(*pair) for pair in zip(sums, vectors, strict=True)]
     return sums
 

@@ -15,15 +15,20 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
+from numba.core import cgutils
 
 from groupwise.engine.models.native.facts import LANES
-from groupwise.engine.models.native.vector_code import BYTE, HALF, VectorCode
+from groupwise.engine.models.native.vector_code import BYTE, HALF, LONG, NamedType, VectorCode
 
 WIDTH = 64
 """Bytes in a row of a tile."""
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 """A system call of Linux on x86-64, its code that asks for a feature, and the number of the tiles' data."""
+
+
+_TILE = NamedType("x86_amx")
+"""A tile register."""
 
 
 @cache
@@ -36,19 +41,6 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(*call) == 0
 
 
-class _Tile(ir.types.Type):
-    """LLVM's type of a tile register, which llvmlite does not name."""
-
-    def __str__(self) -> str:
-        return "x86_amx"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tile)
-
-    def __hash__(self) -> int:
-        return hash(_Tile)
-
-
 class TileCode:
     """Writes code for tile registers; addresses, offsets, strides and depths are in bytes."""
 
@@ -57,19 +49,30 @@ class TileCode:
 
     def zero(self, rows: int) -> Any:
         """A tile of zeros."""
-        return self._call("tilezero", _Tile(), (rows, WIDTH), [])
+        return self._call("tilezero", _TILE, (rows, WIDTH), [])
 
     def load(
         self, address: Any, offset: Any, stride: Any, rows: int = LANES, width: int = WIDTH
     ) -> Any:
         """Load rows that are `stride` apart."""
         pointer = self._code.at(address, offset, BYTE)
-        return self._call("tileloadd64", _Tile(), (rows, width), [pointer, stride])
+        return self._call("tileloadd64", _TILE, (rows, width), [pointer, stride])
 
     def store(self, tile: Any, address: Any, offset: Any, stride: Any, rows: int = LANES) -> None:
         """Store rows that are `stride` apart."""
         pointer = self._code.at(address, offset, BYTE)
         self._call("tilestored64", ir.VoidType(), (rows, WIDTH), [pointer, stride, tile])
+
+    def vectors(self, tile: Any, rows: int, kind: Any) -> list[Any]:
+        """The rows of a tile as vectors of this type."""
+        builder = self._code.builder
+        memory = cgutils.alloca_once(builder, ir.ArrayType(kind, rows))
+        address, width = builder.ptrtoint(memory, LONG), self._code.number(WIDTH)
+        self.store(tile, address, self._code.number(0), width, rows)
+        return [
+            self._code.load(at, self._code.number(0), kind)
+            for at in self._code.addresses(address, width, rows)
+        ]
 
     def multiply(
         self,
@@ -81,7 +84,7 @@ class TileCode:
         depth: int = WIDTH,
     ) -> Any:
         """`total` plus the product of the rows of `left`, which are `depth` wide, with the words of `right`, one for each output."""
-        return self._call(instruction, _Tile(), (rows, WIDTH, depth), [total, left, right])
+        return self._call(instruction, _TILE, (rows, WIDTH, depth), [total, left, right])
 
     def _call(self, name: str, result: Any, sizes: tuple[int, ...], operands: list[Any]) -> Any:
         """Call an intrinsic function, whose first arguments are the sizes of tiles."""

@@ -21,6 +21,22 @@ HALVES = ir.VectorType(HALF, LANES)
 Body = Callable[[Any, list[Any]], list[Any]]
 
 
+class NamedType(ir.types.Type):
+    """A type of LLVM that llvmlite does not have, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedType) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+
 class VectorCode:
     """Writes LLVM code; addresses, offsets and strides are in bytes."""
 
