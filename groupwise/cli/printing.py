@@ -65,9 +65,11 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
 
     name, place = shlex.quote(folder.name), dir_option(folder)
     commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
-    for order, view in best_and_worst(folder).items():
+    found = best_and_worst(folder)
+    for order, view in found.items():
         line = f"groupwise runs rollouts {name} --{order}{place}"
-        earned = f"its {order} rollout: reward {view.reward:.3f}, in step {view.step}"
+        which = f"its {order} rollout" if len(found) > 1 else "all its rollouts earned the same"
+        earned = f"{which}: reward {view.reward:.3f}, in step {view.step}"
         commands.append((line, f"{earned}, example {view.example}"))
     return [
         *commands,

@@ -296,7 +296,10 @@ def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def best_and_worst(folder: Path) -> dict[Order, RolloutView]:
-    """The scored rollouts of a run's steps with the highest and with the lowest reward, by `best` and `worst`; neither if there is none."""
+    """The scored rollouts of a run's steps with the highest and with the lowest reward, by `best` and `worst`.
+
+    Only `best` if all rewards are equal, and neither if there is none.
+    """
     found: dict[Order, RolloutView] = {}
     orders: tuple[Order, ...] = ("best", "worst")
     with Store.open(folder / RECORD, readonly=True) as store:
@@ -304,4 +307,6 @@ def best_and_worst(folder: Path) -> dict[Order, RolloutView]:
             for view in store.rollouts(RolloutFilter(outcome="scored", order=order, limit=1)):
                 if view.reward is not None and view.step is not None:
                     found[order] = view
+    if len(found) > 1 and found["best"].reward == found["worst"].reward:
+        del found["worst"]
     return found

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
 from groupwise.core.terminal.quantities import byte_size
 from groupwise.jobs.clouds.backend import Busy, CloudError
 from groupwise.jobs.hosts.files import hash_of, sync_folder
@@ -99,11 +101,8 @@ class ResultsFolder:
             if self._exists(path):
                 self.fetched[path] = FetchedFile(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
-        note = self.folder / INCOMING / NOTE
-        new = note.with_suffix(".new")
         files = {path: [file.attempt, file.sha256] for path, file in self.fetched.items()}
-        new.write_text(json.dumps({"of": self.owner, "files": files}, sort_keys=True), "utf-8")
-        new.replace(note)
+        atomic_files.write_json(self.folder / INCOMING / NOTE, {"of": self.owner, "files": files})
 
     def write_files(self, files: Mapping[str, bytes], attempt: int) -> None:
         """Write files about an attempt that are made here; files of earlier attempts under these names are moved to `earlier/` too."""
@@ -235,9 +234,10 @@ def _locked(folder: Path) -> Generator[None]:
         except BlockingIOError:
             raise Busy(f"another process is fetching into {folder} at the moment.") from None
         yield
-    except OSError as error:
+    except (OSError, StoreError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise CloudError(
-            f"the results cannot be written to {folder}: {error.strerror}. They are at their place; make room here, and fetch again."
+            f"the results cannot be written to {folder}: {reason}. They are at their place; make room here, and fetch again."
         ) from None
     finally:
         os.close(lock)

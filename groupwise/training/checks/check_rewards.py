@@ -180,13 +180,16 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
         reasons = Counter(v.member.reason or v.member.outcome for v in failures)
         kinds = ", ".join(dict.fromkeys(v.kind for v in failures))
         reason_list = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
+        broke = any(" raised " in reason or " returned " in reason for reason in reasons)
         yield Finding(
             "exceptions",
             "problem",
             f"{len(failures)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
             + "\n".join(reason_list),
             "in training such rollouts are failed and do not teach; a model writes all of these",
-            "let the reward function take any text and return a number for it, or None where it does not apply",
+            "let the reward function take any text and return a number for it, or None where it does not apply"
+            if broke
+            else "remove the cause that the reward itself names (its judge, its sandbox, its time limit)",
             {"failed": len(failures), "reasons": dict(reasons)},
         )
     unrewarded = [v for v in verdicts if v.member.reason == NO_REWARD]

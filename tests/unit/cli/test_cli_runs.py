@@ -225,6 +225,10 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
         "worst": (0.0, 1),
     }
     assert best_and_worst(runs / "empty") == {}
+    with RunFolder.create(runs, "equal", {}, {}) as run:
+        group = Group(0, Example(0, "Sort", {}), (rollout(0, 0, 0.5), rollout(0, 1, 0.5)))
+        run.store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0), [group], {"reward": 0.5})
+    assert list(best_and_worst(runs / "equal")) == ["best"]
     lines = [line for line, _ in commands_after_run(runs / "sort")]
     for line in lines[1:3]:
         assert "Sort" in call(runs, *shlex.split(line)[2:4], line.split()[4])

@@ -12,6 +12,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.findings import Finding, Report
+from groupwise.core.reward_call.call import Failed
 from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest, unscored_group
 from groupwise.training.checks import check as module
 from groupwise.training.checks.check import check
@@ -98,7 +99,17 @@ def test_a_reward_that_crashes():
     said = by_name(report)["exceptions"]
     assert "IndexError" in said.measured
     assert "test_check.py" in said.measured
+    assert said.remedy.startswith("let the reward function take any text")
     assert report.summary["error"]["code"] == "check_failed"
+
+
+def test_a_judge_without_verdicts_is_not_blamed_on_the_completions():
+    def judged(completions: list[str], **_: Any) -> list[float]:
+        return [Failed("got no verdict: the endpoint refused the connection")] * len(completions)
+
+    said = by_name(check(task(judged), PLAIN))["exceptions"]
+    assert "refused the connection" in said.measured
+    assert said.remedy.startswith("remove the cause that the reward itself names")
 
 
 class Hanging:
