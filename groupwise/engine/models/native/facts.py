@@ -6,7 +6,8 @@ import hashlib
 import sys
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from groupwise.core.cache import cache_folder
@@ -64,16 +65,15 @@ def without_numba() -> str | None:
 def numba_works() -> bool:
     """True if numba can be imported.
 
-    It takes half a second to find out, so a success is noted in the cache, for other processes with the same versions.
+    It takes half a second to find out, so a success is noted in the cache, for other processes with the same libraries.
     """
     if "numba" in sys.modules:
         return without_numba() is None
-    try:
-        versions = [f"{name}-{version(name)}" for name in ("numba", "llvmlite", "numpy")]
-    except PackageNotFoundError:
+    installed = [_installed(name) for name in ("numba", "llvmlite", "numpy")]
+    if None in installed:
         return without_numba() is None
-    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    note = cache_folder("numba") / "-".join([sys.implementation.cache_tag or "", place, *versions])
+    found = hashlib.sha256(repr((sys.version, sys.prefix, installed)).encode()).hexdigest()[:16]
+    note = cache_folder("numba") / f"works-{found}"
     if note.exists():
         return True
     works = without_numba() is None
@@ -82,3 +82,15 @@ def numba_works() -> bool:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
     return works
+
+
+def _installed(package: str) -> tuple[str, int, int] | None:
+    """Path, time and size of a package's first file, without importing it; None if there is no such package.
+
+    They change with the version, whose number takes longer to read.
+    """
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    about = Path(spec.origin).stat()
+    return spec.origin, about.st_mtime_ns, about.st_size
