@@ -118,7 +118,7 @@ class Conductor:
         ledger: Ledger,
         supervisor: EngineSupervisor,
         request: StartRequest,
-        order: OpenRun,
+        open_request: OpenRun,
         *,
         max_open_groups: int,
         changed: ChangeNotifier,
@@ -133,7 +133,7 @@ class Conductor:
         self.admission_if_open: Admission | None = None
         self._ledger = ledger
         self._supervisor = supervisor
-        self._order = order
+        self._open_request = open_request
         self._max_open_groups = max_open_groups
         self._changed = changed
         self._engine: Engine | None = None
@@ -168,12 +168,12 @@ class Conductor:
     @property
     def model_source(self) -> str:
         """Name or folder that the model is loaded from."""
-        return self._order.config["model"]["name"]
+        return self._open_request.config["model"]["name"]
 
     @property
     def seed(self) -> int:
         """The run's seed, from which those of its completions are derived."""
-        return self._order.config.get("training", {}).get("seed", 0)
+        return self._open_request.config.get("training", {}).get("seed", 0)
 
     @property
     def status(self) -> RunStatus:
@@ -214,9 +214,9 @@ class Conductor:
 
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. On an error nothing of a new run remains."""
-        if self._order.run is None:
-            self._engine, opened = await self._supervisor.open(self._order)
-            self._order = replace(self._order, run=opened.run)
+        if self._open_request.run is None:
+            self._engine, opened = await self._supervisor.open(self._open_request)
+            self._open_request = replace(self._open_request, run=opened.run)
             self._set_opened(opened)
         else:
             self._engine = await self._recover()
@@ -263,7 +263,7 @@ class Conductor:
     def successor(self) -> Conductor:
         """A conductor that goes on with this run in a new engine, after `end` with `replace`. Call its `start_steps`."""
         return Conductor(
-            *(self._ledger, self._supervisor, self.request, self._order),
+            *(self._ledger, self._supervisor, self.request, self._open_request),
             max_open_groups=self._max_open_groups,
             changed=self._changed,
         )
@@ -361,7 +361,7 @@ class Conductor:
         """Start a new engine and bring the run back to where it was."""
         if self._stop_reason is None:
             self.phase = "recovering"
-        engine, opened = await self._supervisor.open(self._order)
+        engine, opened = await self._supervisor.open(self._open_request)
         self._set_opened(opened)
         # Record steps that were committed when the engine, or this process, ended before the ledger was updated.
         next_step = await self._ledger.do(steps.next_step, opened.run)
@@ -465,8 +465,8 @@ class Conductor:
 
     @property
     def _run_name(self) -> str:
-        assert self._order.run is not None, "it was opened"
-        return self._order.run
+        assert self._open_request.run is not None, "it was opened"
+        return self._open_request.run
 
     def _end_admission(self) -> None:
         if self.admission_if_open is not None:

@@ -72,11 +72,11 @@ class EngineSupervisor:
         engine = self._engine = await self._make()
         return engine
 
-    async def open(self, order: OpenRun) -> tuple[Engine, Opened]:
+    async def open(self, open_request: OpenRun) -> tuple[Engine, Opened]:
         """Start a new engine and open this run in it. If `Engine.open` raises, the engine is ended."""
         engine = await self.begin()
         try:
-            return engine, await engine.open(order)
+            return engine, await engine.open(open_request)
         except BaseException:
             await self.end()
             raise

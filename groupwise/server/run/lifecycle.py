@@ -1,6 +1,6 @@
 """Starts runs, resumes earlier ones, and ends them: one at a time.
 
-    request → order (`run_config.py`) → other users of the machine make room → an engine opens the run → ledger row → the conductor starts
+    request → open request (`run_config.py`) → others on the machine make room → an engine opens the run → ledger row → the conductor starts
 
 POST /start is answered when the run is in the ledger; if a new run cannot start, the ledger never knows of it. If the server or the engine
 ends meanwhile, its folder remains until the next start, or the next server: a file beside it marks it, so no folder is deleted
@@ -39,7 +39,7 @@ from groupwise.server.run.conductor import Conductor, RunStatus, StopReason
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.responses import answer_of
-from groupwise.server.run.run_config import RUNS, AllowedModels, open_order
+from groupwise.server.run.run_config import RUNS, AllowedModels, to_open_request
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +109,13 @@ class RunLifecycle:
             return
         self._active_run.latest = active
         request = StartRequest.model_validate_json(json.dumps(active.settings))
-        order = OpenRun(
+        open_request = OpenRun(
             # The output folder may have been moved since.
             _with_run(active.config, dir=str(self._config.folder / RUNS)),
             request.max_prompt_length,
             run=active.run,
         )
-        self._active_run.conductor = self._conductor_of(request, order)
+        self._active_run.conductor = self._conductor_of(request, open_request)
         self._active_run.conductor.start_steps()
         logger.info("the run %s continues", active.run)
 
@@ -127,7 +127,7 @@ class RunLifecycle:
             self._active_run.refuse_when_shutting_down()
             await self._remove_broken_starts()
             replacing = request.replace
-            order, request, resumed_row = await self._resolve_order(request)
+            open_request, request, resumed_row = await self._resolve_request(request)
             if replacing or self._active_run.active_conductor() is None:
                 for user in machine_users:
                     if replacing:
@@ -135,7 +135,9 @@ class RunLifecycle:
                     await user.release_machine()
             replaced = await self._pause_current(replacing)
             try:
-                return await self._open_and_record(request, order, resumed_row, replaced, caller)
+                return await self._open_and_record(
+                    request, open_request, resumed_row, replaced, caller
+                )
             except BaseException:
                 await self._supervisor.end()
                 self._go_on_with(replaced)
@@ -144,15 +146,17 @@ class RunLifecycle:
     async def _open_and_record(
         self,
         request: StartRequest,
-        order: OpenRun,
+        open_request: OpenRun,
         resumed_row: RunRow | None,
         replaced: Conductor | None,
         caller: Caller,
     ) -> StartAnswer:
         """Open the run in an engine, and make it the active one of the ledger in place of `replaced`."""
-        conductor = self._conductor_of(request, order)
-        marker = self._config.folder / RUNS / f"{STARTING}{order.config['run']['name']}"
-        status = await self._begin_within_limit(conductor, marker if order.run is None else None)
+        conductor = self._conductor_of(request, open_request)
+        marker = self._config.folder / RUNS / f"{STARTING}{open_request.config['run']['name']}"
+        status = await self._begin_within_limit(
+            conductor, marker if open_request.run is None else None
+        )
         answer = StartAnswer(
             run_id=status.run,
             model_version=status.version,
@@ -166,7 +170,7 @@ class RunLifecycle:
             status.run,
             f"{RUNS}/{status.run}",
             request.model_dump(mode="json", exclude_unset=True),
-            dict(order.config),
+            dict(open_request.config),
             resumed_row is not None,
             status.opened,
             caller,
@@ -181,15 +185,15 @@ class RunLifecycle:
         conductor.start_steps()
         return answer
 
-    async def _resolve_order(
+    async def _resolve_request(
         self, request: StartRequest
     ) -> tuple[OpenRun, StartRequest, RunRow | None]:
-        """The order for the engine, the effective request, and the ledger row if a run is resumed. A resumed run keeps its own settings,
+        """The open request, the effective request, and the ledger row if a run is resumed. A resumed run keeps its own settings,
         overridden by those of the request.
         """
         if request.resume_from is None:
-            order = await self._checked_order(request)
-            return self._open_under_free_name(order), request, None
+            open_request = await self._checked_request(request)
+            return self._open_under_free_name(open_request), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (row_of_run := rows.get(request.resume_from)) is not None:
             if request.run_name not in (None, row_of_run.run):
@@ -200,8 +204,8 @@ class RunLifecycle:
                 detail = f"run_name {message}."
                 raise Refusal("settings_conflict", detail, field="run_name", problem=message)
             merged = _merge_settings(row_of_run.settings, request)
-            order = await self._checked_order(merged)
-            config = _with_run(order.config, name=row_of_run.run)
+            open_request = await self._checked_request(merged)
+            config = _with_run(open_request.config, name=row_of_run.run)
             return (
                 OpenRun(config, merged.max_prompt_length, run=row_of_run.run),
                 merged,
@@ -210,21 +214,21 @@ class RunLifecycle:
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merge_settings(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
-        order = self._open_under_free_name(await self._checked_order(merged))
-        return replace(order, start_from=str(beginning.folder)), merged, None
+        open_request = self._open_under_free_name(await self._checked_request(merged))
+        return replace(open_request, start_from=str(beginning.folder)), merged, None
 
-    async def _checked_order(self, request: StartRequest) -> OpenRun:
-        """Convert the request to an order. Runs in a thread, because checking a config takes a while."""
-        return await asyncio.to_thread(open_order, request, self._allowed, self._config.folder)
+    async def _checked_request(self, request: StartRequest) -> OpenRun:
+        """`to_open_request`, in a thread, because checking a config takes a while."""
+        return await asyncio.to_thread(to_open_request, request, self._allowed, self._config.folder)
 
-    def _open_under_free_name(self, order: OpenRun) -> OpenRun:
+    def _open_under_free_name(self, open_request: OpenRun) -> OpenRun:
         """Give a new run a name that no run has had: a stopped run is resumed only by `resume_from`, not because a name was reused."""
-        base_name = order.config["run"]["name"]
+        base_name = open_request.config["run"]["name"]
         name, number = base_name, 1
         while (self._config.folder / RUNS / name).exists():
             number += 1
             name = f"{base_name}-{number}"
-        return replace(order, config=_with_run(order.config, name=name))
+        return replace(open_request, config=_with_run(open_request.config, name=name))
 
     async def _pause_current(self, replacing: bool) -> Conductor | None:
         """Free the machine of the active run, without ending the run; None if there is none. Refuses with `run_active` unless replacing."""
@@ -323,12 +327,12 @@ class RunLifecycle:
 
         await asyncio.to_thread(atomic_files.make_folder, target, fill, replace=True)
 
-    def _conductor_of(self, request: StartRequest, order: OpenRun) -> Conductor:
+    def _conductor_of(self, request: StartRequest, open_request: OpenRun) -> Conductor:
         return Conductor(
             self._ledger,
             self._supervisor,
             request,
-            order,
+            open_request,
             max_open_groups=self._config.max_open_groups,
             changed=self._active_run.changed,
         )

@@ -1,4 +1,4 @@
-"""Converts the settings posted by a client into the order for an engine.
+"""Converts the settings posted by a client into the open request for an engine.
 
 `StartRequest` has flat names, which clients of such servers know; a run's config has the sections of `groupwise.training.config`. This
 module is the only place that translates between them. It also restricts requests: only models and adapters that the server's settings
@@ -60,8 +60,8 @@ class AllowedModels:
     """Names allowed in addition to the built-in aliases and the folders under `model_dir`."""
 
 
-def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) -> OpenRun:
-    """Convert the request into an order.
+def to_open_request(request: StartRequest, allowed: AllowedModels, output_dir: Path) -> OpenRun:
+    """Convert the request into an open request.
 
     Raises Refusal: `model_not_allowed`; `invalid_request` if a section has unknown keys or invalid values; `settings_conflict` if settings
     contradict each other. The last two name each setting as the client knows it.

@@ -15,7 +15,7 @@ from groupwise.server.run.run_config import (
     AllowedModels,
     allowed_model,
     folders_in,
-    open_order,
+    to_open_request,
 )
 from groupwise.training.config import RunConfig
 
@@ -56,7 +56,7 @@ def test_each_setting_is_named_as_its_client_knows_it(
     settings: dict[str, Any], code: str, fields: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Refusal) as refused:
-        open_order(StartRequest.model_validate(settings), ALLOWED, tmp_path)
+        to_open_request(StartRequest.model_validate(settings), ALLOWED, tmp_path)
     assert (refused.value.code, [error.field for error in refused.value.errors]) == (code, fields)
     assert message in refused.value.detail
     assert "config" not in refused.value.detail
