@@ -333,7 +333,14 @@ class _Server:
             loop.add_signal_handler(number, end, number)
 
     async def _start_run(self, serving: Serving, request: StartRequest) -> None:
-        """Start the run as if an admin had posted the request."""
+        """Start the run as if an admin had posted the request, unless a server with this folder has done so and the run has finished."""
+        finished = await serving.service.finished_run(request)
+        if finished is not None:
+            logger.info(
+                "--start-with has nothing to do: %s has finished with these settings; another run_name starts another run",
+                finished,
+            )
+            return
         try:
             answer = await serving.service.start(request, LOCAL)
         except GroupwiseError as error:
@@ -356,10 +363,15 @@ class _Server:
             else f"every request needs one of {len(self._keys)} key(s)"
         )
         header = "" if self._keys is None else ' -H "Authorization: Bearer $GROUPWISE_API_KEY"'
+        route, body = (
+            ("start", '{"model_id": "tiny"}')
+            if self._start_with is None
+            else ("completions", '{"prompt": "Hello"}')
+        )
         lines = (
             f"Groupwise serves at {address}; {need}.",
             f"  all files are kept in {config.folder}; the routes are listed at {address}/openapi.json",
-            f"  next: curl -X POST {address}/start{header} -H 'Content-Type: application/json' -d '{{\"model_id\": \"tiny\"}}'",
+            f"  next: curl -X POST {address}/{route}{header} -H 'Content-Type: application/json' -d '{body}'",
         )
         if self._in_front is not None:
             lines += (f"  watch: {address}/dashboard in a browser",)

@@ -23,7 +23,7 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StatusAnswer, TinkerStatus
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
-from groupwise.server.ledger import events
+from groupwise.server.ledger import events, runs
 from groupwise.server.ledger.idempotency import StoredResponse, stored_response
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.active_run import ActiveRun
@@ -124,6 +124,13 @@ class Service:
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Start or resume a run."""
         return await self._lifecycle.start(request, caller, tuple(self.machine_users.values()))
+
+    async def finished_run(self, request: StartRequest) -> str | None:
+        """The name of the newest run that took all its steps with exactly these settings; None if there is none."""
+        settings = request.model_dump(mode="json", exclude_unset=True)
+        rows = await self._ledger.do(runs.list_runs)
+        finished = [r.run for r in rows if r.state == "finished" and r.settings == settings]
+        return finished[-1] if finished else None
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""

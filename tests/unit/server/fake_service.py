@@ -99,6 +99,9 @@ class FakeService:
     def ready(self) -> str | None:
         return self.not_ready
 
+    async def finished_run(self, request: StartRequest) -> str | None:
+        return None
+
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         await self._called("start", request)
         answer = StartAnswer(

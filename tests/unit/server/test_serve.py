@@ -120,6 +120,7 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         httpx2.Client(base_url=process.address) as client,
     ):
         process.wait_for_output("no key is needed")
+        process.wait_for_output("next: curl -X POST http://.*/completions")
         process.wait_for_output("run tiny is ready, as --start-with has it")
         client.get("/status")
         client.get("/nowhere")

@@ -38,6 +38,12 @@ async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
         kinds = [event.kind for event in await server.service.events(0, 100)]
         saved = ["step", "step", "checkpoint"]
         assert kinds == ["started", *saved, *saved, "step", "checkpoint", "finished"]
+        first, second = (
+            StartRequest.model_validate({**SETTINGS, "run_name": name})
+            for name in ("first", "second")
+        )
+        assert await server.service.finished_run(first) == "first"
+        assert await server.service.finished_run(second) is None
         assert await server.start(run_name="first") == "first-2"
 
 
