@@ -113,7 +113,7 @@ def find_resume_point(
             )
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
-            f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
+            f"{path} is a run of `groupwise {facts['kind']}`; continue it with that command."
         )
     checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(path / CHECKPOINTS))
     return ResumePoint(
