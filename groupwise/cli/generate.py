@@ -182,7 +182,7 @@ def generate(
         int | None,
         option("NUM", "Multiplies --concurrency, or its default, by this number.", min=1),
     ] = None,
-    dry_run: Annotated[bool, flag("Show what would be sent; send nothing.", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("Show what would be sent; send no prompt.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have a service answer prompts, to train on the answers.

@@ -304,7 +304,11 @@ async def _resolve_model(config: GenerateConfig) -> str:
         if (saved := _saved_settings(folder)) is not None:
             return str(saved["model"])
     async with Client(_endpoint(config, "")) as client:
-        models = await client.models(retries=0)
+        try:
+            models = await client.models(retries=0)
+        except EndpointError as error:
+            error.message += "\nStart the service, or give its address (--base-url) or the name of a model there (--model)."
+            raise
     if len(models) != 1:
         model_list = ", ".join(models) or "none"
         raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {model_list}.")
