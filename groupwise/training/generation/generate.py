@@ -347,7 +347,7 @@ class _ProgressLine:
             remaining = self._rows - self._done_before - tally.answered - len(tally.failures)
             facts.append(f"eta {_format_clock(tally.seconds / tally.answered * remaining)}")
         if pause := self._client.pause:
-            facts.append(f"the service wants {pause:.0f} s of rest")
+            facts.append(f"the service asks for a pause of {pause:.0f} s")
         self._ticker.show("  ".join(facts))
 
     def show_scored(self, count: int) -> None:

@@ -216,7 +216,7 @@ def open_folder(
         ):
             folder.close()
             raise RunInUseError(
-                f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
+                f"{point.path} was continued by another process in the meantime. Look at it with `groupwise runs show`, and "
                 "give --resume again if it is not finished."
             )
         return folder
