@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 .PHONY: help setup quickstart tour test test-runs test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check docs screenshots fix bench soak gpu gpu-bundle sbom audit clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 26
 setup: ## make .venv with all that training, tests and checks need
 	$(READY)
 quickstart: ## train a real model on this machine and watch its reward rise
