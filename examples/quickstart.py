@@ -31,7 +31,7 @@ SHOWN = 5
 
 
 def main() -> int:
-    """Train, then show what came of it."""
+    """Train, then show the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--short", action="store_true", help="three small steps: does everything work here?"
@@ -58,14 +58,14 @@ def main() -> int:
         print("\nStopped before the first step. `make quickstart` begins again.")
         return 130
     if result.exit_code:
-        print("\nInterrupted. `make quickstart` goes on where it stopped.")
+        print("\nInterrupted. `make quickstart` continues where it stopped.")
         return result.exit_code
     report(result, time.monotonic() - began, overrides)
     return 0
 
 
 def unfinished(name: str, runs: Path) -> bool:
-    """Whether an earlier quickstart was interrupted and can go on."""
+    """Whether an earlier quickstart was interrupted and can continue."""
     try:
         newest_unfinished(name, runs)
     except RunNotFoundError:
@@ -114,7 +114,7 @@ def interval(found: dict[str, float]) -> str:
 
 
 def next_steps(summary: dict[str, Any], folder: Path, overrides: list[str]) -> str:
-    """Commands to go on with: they can be pasted as they are."""
+    """Commands for what comes next, ready to be pasted."""
     run, steps = summary["run"], summary["steps"]
     at = "" if folder.parent == Path("runs") else f" --dir {folder.parent}"
     kept = [word for word in overrides if not word.startswith(("training.max_steps=", "run.name="))]
@@ -123,7 +123,7 @@ def next_steps(summary: dict[str, Any], folder: Path, overrides: list[str]) -> s
 The curve as a picture: {folder / "reward.svg"}    The adapter: {folder / "final"}
 Your own task: copy {shown(TASK)}, change what is asked and what is rewarded, and give the copy as --task-module.
 
-Go on:
+Next:
   . .venv/bin/activate
   groupwise runs rollouts {run}{at} --best  # what it wrote, with rewards and advantages
   groupwise runs plot {run}{at} --metric entropy  # any metric as a curve

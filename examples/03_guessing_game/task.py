@@ -1,6 +1,7 @@
-"""A game of several turns: guess a digit from 1 to 3, and hear after a guess whether the secret is higher or lower.
+"""A game of several turns: guess a digit from 1 to 3. After a wrong guess the game says whether the secret is higher or lower.
 
-Whoever listens needs two guesses: the middle first, then where the answer points. Whoever does not wins half of the games.
+A policy that uses the hint needs two guesses at most: first the 2, then the digit above or below it. One that ignores the hint wins two of
+three games at most.
 """
 
 from groupwise import Step
@@ -9,15 +10,15 @@ DIGITS = "123"
 
 
 class GuessingGame:
-    """One game; made anew for each rollout."""
+    """One game; each rollout makes a new one."""
 
     def reset(self, secret):
-        """Begin. Any column of the row can be asked for by its name."""
+        """Begin. The arguments are columns of the row."""
         self.secret = secret
         self.won = False
 
     def step(self, completion):
-        """Answer a guess. Text goes back to the policy as it stands here."""
+        """Answer a guess. The policy reads exactly this text."""
         guess = completion.strip()
         self.won = guess == self.secret
         if self.won:
@@ -47,6 +48,6 @@ def get_eval_dataset(config):
 
 
 def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
-    """The share of games won, told from the transcripts."""
+    """The share of games won, read from the transcripts."""
     won = [text.endswith("yes") for text in completions]
     return {"metrics": {"win_rate": sum(won) / len(won)}}

@@ -1,6 +1,6 @@
-"""A calculator as a tool: the prompt says `a+b`, only the calculator knows the numbers, and `=` has it show their sum.
+"""A calculator as a tool: the prompt says `a+b`, only the calculator knows the numbers, and `=` makes it show their sum.
 
-The policy has to press the key, and to read off in the next turn what is shown. The call is found by a pattern, which suits a model
+The policy has to write `=`, and to repeat in the next turn what the calculator shows. A pattern finds the call, which suits a model
 that is too small for JSON. Without `TextCalls`, and with chat prompts, a real model reads the schemas of the tools in its
 prompt and calls them by `<tool_call>{"name": "equals", "arguments": {}}</tool_call>`.
 """
@@ -11,10 +11,10 @@ SUMS = [(1, 0), (1, 1), (1, 2)]
 
 
 class Calculator:
-    """Its public methods are tools, their docstrings tell the policy about them. One is made for each rollout."""
+    """Its public methods are tools; their docstrings describe them to the policy. One is made for each rollout."""
 
     def reset(self, a, b):
-        """Begin; columns of the row come by their names."""
+        """Begin. The arguments are columns of the row."""
         self.a, self.b = a, b
 
     def equals(self) -> int:
@@ -38,7 +38,7 @@ def get_eval_dataset(config):
 
 
 def used(completions, **kwargs):
-    """Half for a call, half for a digit as the answer to what it shows.
+    """Half for a call, half for a digit in the next turn.
 
     A completion is all that was said: in `=33` the policy wrote `=`, the calculator 3, and the policy 3.
     """
@@ -52,7 +52,7 @@ def correct(completions, a, b, **kwargs):
 
 
 def get_reward_funcs(config, tokenizer):
-    """Both add up."""
+    """Both rewards with their weights."""
     return [(used, 0.3), (correct, 0.7)]
 
 

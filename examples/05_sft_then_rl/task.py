@@ -1,7 +1,7 @@
 """Column addition: a task for both ways of learning, from worked solutions and from rewards.
 
-`groupwise sft` shows the model how a sum is worked out, digit by digit; `groupwise rl` then rewards right results. What the solutions
-teach, the way of writing, is what rewards alone would have to wait for.
+`groupwise sft` shows the model how a sum is worked out, digit by digit; `groupwise rl` then rewards right results. The solutions teach
+how to write a sum out; rewards alone would have to wait until the model does that by chance.
 """
 
 import random
@@ -34,7 +34,7 @@ def get_eval_dataset(config):
 
 
 def get_reward_funcs(config, tokenizer):
-    """Being right counts; an answer at all is worth a little."""
+    """A right answer counts most; any answer is worth a little."""
     return [(right, 1.0), (written_out, 0.1)]
 
 

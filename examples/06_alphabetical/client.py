@@ -1,9 +1,9 @@
-"""Letters in alphabetical order, learnt by a model that a server has: rewards here, the loop in one call.
+"""Teaches a model on a server to write letters in alphabetical order: the rewards are computed here, and one call is the whole loop.
 
     groupwise serve --output-dir served                  in one terminal
     python examples/06_alphabetical/client.py            in another
 
-The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
+GROUPWISE_URL is the address of the server, without it http://127.0.0.1:8000; GROUPWISE_API_KEY is its key, if it has one.
 """
 
 import sys
@@ -18,7 +18,7 @@ WORDS = ["apple", "river", "stone", "cloud", "tiger", "piano", "lemon", "ocean"]
 
 
 def in_order(completions, **_):
-    """The share of neighbours in the alphabet's order, where both are letters; what is missing at the end is not in order."""
+    """The share of neighbours that are letters in alphabetical order; characters missing at the end count as not in order."""
     return [
         sum(a.isalpha() and b.isalpha() and a.lower() <= b.lower() for a, b in pairwise(text))
         / (LENGTH - 1)
@@ -34,7 +34,7 @@ def main():
         try:
             trained = train(client, examples, in_order, steps=STEPS)
         except KeyboardInterrupt:
-            client.stop()  # so that it can be begun again
+            client.stop()  # so that another training can start
             raise
     rewards = list(trained.rewards.values())
     print(f"reward {rewards[0]:.2f} {sparkline(rewards, 40)} {rewards[-1]:.2f}")

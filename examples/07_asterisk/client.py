@@ -1,9 +1,9 @@
-"""As many asterisks as there is room for, learnt by a model that a server has: start, completions and rewards, one after another.
+"""Teaches a model on a server to write asterisks, with one call for each thing: start, completions, rewards.
 
     groupwise serve --output-dir served                  in one terminal
     python examples/07_asterisk/client.py                in another
 
-The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
+GROUPWISE_URL is the address of the server, without it http://127.0.0.1:8000; GROUPWISE_API_KEY is its key, if it has one.
 """
 
 import sys
@@ -17,7 +17,7 @@ PROMPTS = ["apple:", "river:", "stone:", "cloud:"]
 
 
 def asterisks(completions):
-    """For each completion its share of asterisks; what is missing at the end is none."""
+    """The share of asterisks in each completion of LENGTH characters."""
     return [text.count("*") / LENGTH for text in completions]
 
 
@@ -40,7 +40,7 @@ def main():
                 means.append(mean)
                 print(f"step {step + 1}/{STEPS}  reward {mean:.2f}  {text!r}")
         except KeyboardInterrupt:
-            client.stop()  # so that it can be begun again
+            client.stop()  # so that another training can start
             raise
     print(f"reward {means[0]:.2f} {sparkline(means, 40)} {means[-1]:.2f}")
 

@@ -1,4 +1,4 @@
-"""An agent written against the client of OpenAI becomes trainable: its calls say `store=True`, and somebody rewards them by their ids.
+"""Trains an agent that uses the client of OpenAI: its calls have `store=True`, and are rewarded by their ids.
 
 groupwise serve --output-dir served          in one terminal
 python examples/08_openai_agent/agent.py     in another, with `pip install openai`
@@ -16,7 +16,7 @@ STEPS, CALLS = 30, 8
 
 
 def agent(client, question):
-    """The agent as it was, but for `store`: one call, one answer."""
+    """The agent, unchanged except for `store`: one call, one answer."""
     answer = client.chat.completions.create(
         model="latest", messages=[{"role": "user", "content": question}], max_tokens=8, store=True
     )
@@ -24,7 +24,7 @@ def agent(client, question):
 
 
 def one_step(client, server):
-    """Have the same question answered again and again, and reward each answer; the mean reward."""
+    """Ask the same question several times and reward each answer; returns the mean reward."""
     rewards = []
     for _ in range(CALLS):
         called, text = agent(client, "Write the letter a.")
@@ -46,7 +46,7 @@ def main():
                 if step % 5 == 4 or step == 0:
                     print(f"step {step + 1:2}  reward {mean:.2f}", flush=True)
         except KeyboardInterrupt:
-            server.stop()  # so that it can be begun again
+            server.stop()  # so that another training can start
             raise
 
 

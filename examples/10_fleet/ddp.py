@@ -1,4 +1,4 @@
-"""A gang under `torchrun`: each rank learns from rows of its own, and all of them go the same step."""
+"""Several ranks under `torchrun`: each learns from its own rows, and all make the same update."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A job with the Trainer of Hugging Face: goes on on another machine where this one is lost."""
+"""A job with the Trainer of Hugging Face. If its machine is lost, it continues on another one."""
 
 import os
 
@@ -19,7 +19,7 @@ class Travels(TrainerCallback):
 
 
 class FailsOnce(TrainerCallback):
-    """With FAIL_AT, to show what follows."""
+    """Fails once, at the step FAIL_AT, to show a retry."""
 
     def on_step_end(self, args, state, control, **_):
         if os.environ["ATTEMPT"] == "0" and state.global_step == int(

@@ -1,4 +1,4 @@
-"""Counts to 20 with a checkpoint every 5; goes on where an attempt before it stopped."""
+"""Counts to 20 with a checkpoint every 5 steps; continues where an earlier attempt stopped."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ if resume := os.environ.get("RESUME_FROM"):
 
 
 def save(step):
-    """Keep a checkpoint; whoever reads it finds all of it or nothing."""
+    """Write a checkpoint, so that a reader finds all of it or nothing."""
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     state = json.dumps({"step": step}).encode()

@@ -20,7 +20,9 @@ def install(
         ),
     ],
     kind: Annotated[str, option("KIND", "The library that it is written for.")] = "verifiers",
-    name: Annotated[str | None, option("NAME", "Its name; default: that of the package.")] = None,
+    name: Annotated[
+        str | None, option("NAME", "Name of the environment; default: that of the package.")
+    ] = None,
     also: Annotated[
         list[str] | None,
         option("PACKAGE", "Another package to install with it. May be repeated.", "--with"),
@@ -62,7 +64,7 @@ def install(
 
 
 def list_environments(as_json: AsJson = False) -> None:
-    """List what is installed."""
+    """List the installed environments."""
     from groupwise.cli.output import write_json
     from groupwise.cli.printing import print_table
     from groupwise.tasks.external import installed
@@ -89,7 +91,8 @@ def list_environments(as_json: AsJson = False) -> None:
 
 
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.")], as_json: AsJson = False
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the environment.")],
+    as_json: AsJson = False,
 ) -> None:
     """Remove an environment."""
     from groupwise.cli.output import write_json

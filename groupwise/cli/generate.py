@@ -95,8 +95,8 @@ class GenerateOptions:
         Literal["chat", "completions"] | None,
         option(
             None,
-            "chat sends text as a user's message; completions lets it be continued as it stands, which is what happens to the "
-            "text prompts of a task.",
+            "chat sends text as a user's message; completions has it continued as it is. Default: completions for the text "
+            "prompts of a task, else chat.",
         ),
     ] = None
     temperature: Annotated[
@@ -111,7 +111,7 @@ class GenerateOptions:
     extra: Annotated[
         str | None,
         option(
-            "JSON", """Further fields of each request: '{"min_p": 0.1}'. null takes out a field."""
+            "JSON", """Further fields of each request: '{"min_p": 0.1}'. null removes a field."""
         ),
     ] = None
     num_generations: Annotated[int | None, option("NUM", "Generations per row; default: 1.")] = None
@@ -182,7 +182,7 @@ def generate(
         int | None,
         option("NUM", "Multiplies --concurrency, or its default, by this number.", min=1),
     ] = None,
-    dry_run: Annotated[bool, flag("Show what would be sent; send nothing.", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("Show what would be sent; send no prompt.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have a service answer prompts, to train on the answers.

@@ -68,7 +68,7 @@ Five ways to begin:
   a built-in task, which a small real model learns in ten minutes:
     groupwise init -t sort_words -m smollm2-135m-instruct
     groupwise rl -c sort_words.yaml -t sort_words
-  your own task, a Python file: check first whether its rewards can teach:
+  your own task, a Python file; check its rewards first:
     groupwise check -t task.py
   a config of TRL, open-r1 or Unsloth:
     groupwise init --from grpo.yaml

@@ -98,6 +98,16 @@ def _no_type(ctx: Any) -> None:
     """In place of `TyperArgument.display_type_rich`."""
 
 
+def _usage(param: Any) -> Callable[[Any], list[str]]:
+    """In place of `TyperArgument.get_usage_pieces`, which puts braces around what is required: `{RUN}`. A metavar may say itself what is
+    optional or repeated."""
+    name = param.display_name_raw
+    if not (name.startswith("[") and name.endswith("]")):
+        repeated = "" if param.nargs == 1 or name.endswith("...") else "..."
+        name = (name if param.required else f"[{name}]") + repeated
+    return lambda ctx: [name]
+
+
 class Command(TyperCommand):
     """A command that accepts deprecated names of its options and hides them from --help. An option that has one value must be given under
     one name."""
@@ -108,6 +118,7 @@ class Command(TyperCommand):
         for param in self.params:
             if param.param_type_name == "argument":  # help shows `RUN`, not `RUN <str>`
                 vars(param)["display_type_rich"] = _no_type
+                vars(param)["get_usage_pieces"] = _usage(param)
             names = [name for name in param.opts if name.startswith("--")]
             underscored = [f"--{name[2:].replace('-', '_')}" for name in names]
             for name in dict.fromkeys((*names, *underscored)):

@@ -301,7 +301,7 @@ def _read_checkpoint(path: Path, verify: bool, carried: bool = False) -> Checkpo
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _Damaged(f"{MANIFEST} lacks what it should say ({error!r})") from error
     if _NAME.fullmatch(path.name) and checkpoint.step != _step_of(path):
-        raise _Damaged(f"{MANIFEST} speaks of step {checkpoint.step}")
+        raise _Damaged(f"{MANIFEST} is of step {checkpoint.step}")
     _check_files(path, checkpoint.files, contents=verify, carried=carried)
     return checkpoint
 

@@ -266,7 +266,9 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     """The message for a missing run: the existing runs, and a similar name."""
     names = [path.name for path in run_folders(runs_dir)]
     if not names:
-        return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
+        return (
+            f"there is no run '{name}': the folder {runs_dir} holds no runs. Give a path, or --dir."
+        )
     close_matches = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean '{close_matches[0]}'?" if close_matches else ""
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

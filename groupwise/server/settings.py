@@ -35,8 +35,8 @@ class ServerConfig(Strict):
     """Each key is also the variable GROUPWISE_SERVE_<KEY>, and the word key=value of the command line."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "api_key": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
-        "api_keys": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
+        "api_key": f"keys may not be in the settings: {KEY_ADVICE[:-1]}",
+        "api_keys": f"keys may not be in the settings: {KEY_ADVICE[:-1]}",
     }
 
     output_dir: str = setting(

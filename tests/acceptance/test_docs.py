@@ -599,7 +599,7 @@ def test_commands_that_the_quickstart_prints_run(
     small = ["model.name=tiny", "run.threads=1", "algorithm.beta=0.01"]
     monkeypatch.setattr("sys.argv", [str(script), "--short", *small])
     assert runpy.run_path(str(script))["main"]() == 0
-    printed = capfd.readouterr().out.partition("Go on:\n")[2].strip().splitlines()
+    printed = capfd.readouterr().out.partition("Next:\n")[2].strip().splitlines()
     assert len(printed) == 5
     for line in printed:
         run(shlex.split(line, comments=True))

@@ -340,3 +340,14 @@ def test_finished_files_go_to_the_hub(
     assert (made.private, len(made.branches["main"])) == (True, 2)
     assert set(made.files()) == {"README.md", "train.jsonl", "generations.jsonl"}
     assert made.files()["train.jsonl"] == (out / "train.jsonl").read_bytes()
+
+
+def test_without_a_service_it_says_what_to_give(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dataset", str(data), "--output", str(tmp_path / "out"), "--dry-run"]
+    assert main(["generate", *words, "--base-url", "http://127.0.0.1:9/v1"]) == 1
+    said = capsys.readouterr().err
+    assert "--base-url" in said
+    assert "--model" in said
+    assert main(["generate", *words, "--model", "any"]) == 0, "with a name, none is asked"

@@ -313,7 +313,7 @@ class Client:
             seconds = retry_after(answer.headers.get("Retry-After"), self._timing.today())
             if seconds is None or seconds <= MAX_RETRY_AFTER:
                 raise _TransientFailure(f"status {status}: {text}", status, seconds)
-            text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
+            text = f"{text} (it asks to be called again in {seconds:,.0f} s, which is too long to wait)"
         raise self._endpoint_error(method, url, f"status {status}: {text}", status)
 
     def _endpoint_error(

@@ -43,7 +43,11 @@ class JobFilter:
     """Chooses jobs."""
 
     status: Annotated[
-        list[str], option("S", "Only jobs of this status, such as running. May be repeated.")
+        list[str],
+        option(
+            "S",
+            "Only jobs of this status: queued, pending, held, running, completed, failed or cancelled. May be repeated.",
+        ),
     ] = field(default_factory=list[str])
     project: Annotated[str | None, option("P", "Only jobs of this project.")] = None
     name: Annotated[str | None, option("N", "Only jobs of this name.")] = None
@@ -297,7 +301,7 @@ def logs(
 ) -> None:
     """Print what a job has written.
 
-    The log is mirrored to the control machine while the job runs; of several attempts the newest one's is shown.
+    The log is mirrored to the control machine while the job runs; if there are several attempts, the log of the newest one is shown.
     """
     from groupwise.cli.fleet.follow import follow_log, print_log
 
@@ -372,12 +376,12 @@ def fetch(
     ] = False,
     epoch: EpochOption = None,
     rank: RankOption = 0,
-    force: Annotated[bool, flag("Replace files that are there and differ.", "--force")] = False,
+    force: Annotated[bool, flag("Replace existing files that differ.", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a job's outputs; prints the folder.
 
-    Each file appears whole, once its hash has been verified. Files that are there already stay, and interrupted ones are continued.
+    Each file appears whole, once its hash has been verified. Files that exist already are kept, and interrupted transfers continue.
     """
     folder = Path(job) if to is None else to.expanduser()
     with fleet(fleet_at) as access, progress() as on_progress:

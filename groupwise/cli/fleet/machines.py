@@ -144,9 +144,9 @@ def add(
 
         groupwise fleet vm add gpu-1 --host ubuntu@10.0.0.11
 
-    The command shows the machine's host key. Jobs run there once that key is trusted: it stands in your known_hosts, or you give --trust
-    or --yes, or you answer yes. The command then logs in and prints what it finds; if it cannot log in, the machine is not added. Without
-    --host it adds a machine again that was removed.
+    The command shows the machine's host key. Jobs run there once that key is trusted: because it is in your known_hosts, because you give
+    --trust or --yes, or because you answer yes. The command then logs in and prints what it finds; if it cannot log in, the machine is
+    not added. Without --host it adds a removed machine again.
 
     With --engine slurm the machine is a login node of Slurm, with --engine ray one that reaches Ray's dashboard. Then, without --host, it
     is this machine.
@@ -442,8 +442,8 @@ def set_machine(
 ) -> None:
     """Change how a machine is reached, or what jobs run with.
 
-    What is not given stays as it is. --user and --workdir change only while nothing runs there; --deadman is for jobs that begin
-    afterwards; the path of --key is one of the machine where the fleet runs.
+    Options that you leave out change nothing. --user and --workdir change only while nothing runs there; --deadman is for jobs that begin
+    afterwards; the file of --key is on the machine where the fleet runs.
     """
 
     labels: dict[str, str | None] = dict(pairs("--label", settings.label))

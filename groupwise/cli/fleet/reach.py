@@ -106,9 +106,7 @@ class SshOptions:
 
     host: Annotated[
         str | None,
-        option(
-            "H", "[USER@]NAME[:PORT]. `vm add` reads what ~/.ssh/config says of NAME, as ssh does."
-        ),
+        option("H", "[USER@]NAME[:PORT]. `vm add` looks NAME up in ~/.ssh/config, as ssh does."),
     ] = None
     port: Annotated[
         int | None, option("N", "Port of SSH. A new machine has 22.", min=1, max=65535)
@@ -119,7 +117,7 @@ class SshOptions:
         str | None,
         option(
             "NAME",
-            "Take host, user, port, key and jump host as `ssh NAME` has them now; the other options override them.",
+            "Take host, user, port, key and jump host of NAME from the ssh config as it is now; the other options override them.",
             "--from-ssh-config",
         ),
     ] = None

@@ -151,7 +151,7 @@ class ResourceOptions:
         str | None,
         option(
             "N",
-            "Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: 0 for a command, 1 for --kind "
+            "Number of GPUs, or which GPUs: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: 0 for a command, 1 for --kind "
             "if the fleet has a GPU.",
             "--gpus",
             "--gpu",
@@ -420,7 +420,7 @@ def submit(
         bool, flag("Wait for the job's end, and exit with its exit code.", "--wait")
     ] = False,
     dry_run: Annotated[
-        bool, flag("Say what the job would be, and where it could run.", "--dry-run")
+        bool, flag("Show what the job would be, and where it could run.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

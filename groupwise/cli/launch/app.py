@@ -45,7 +45,7 @@ def ssh(
         list[str],
         option(
             "H",
-            "The machine, as `ssh H` has it: a name of the ssh config, or an address. May be repeated: the job then runs on all of "
+            "The machine, as for `ssh H`: a name of the ssh config, or an address. May be repeated: the job then runs on all of "
             "them at once.",
         ),
     ],

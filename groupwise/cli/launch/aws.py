@@ -65,8 +65,8 @@ def aws(
 ) -> None:
     """Run a job on a new machine of AWS.
 
-    If the job succeeds, the machine runs on, and costs money, until --time-limit, or with --terminate-after until the results are here.
-    If the job fails, the machine is ended. `groupwise launch sweep` ends machines that are left over.
+    If the job succeeds, the machine keeps running, and costs money, until --time-limit, or with --terminate-after until the results are
+    here. If the job fails, the machine is ended. `groupwise launch sweep` ends machines that are left over.
 
     \b
         groupwise launch aws --key-name K --security-group SG --gpus 1 \\

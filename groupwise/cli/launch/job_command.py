@@ -75,7 +75,7 @@ def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
             if not equals:
                 path = arguments.pop(0) if arguments else ""
             if not path or path == "--":
-                raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
+                raise UsageError(f"{SCRIPT} needs the path of a Python file of the project.")
             return [*args[:n]], JobCommand(
                 path, tuple(arguments[1:] if arguments[:1] == ["--"] else arguments)
             )

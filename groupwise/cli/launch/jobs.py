@@ -101,7 +101,7 @@ async def _job_row(note: Note) -> dict[str, Any]:
 
 
 def show(job: LaunchedJob, as_json: AsJson = False) -> None:
-    """Show one job: where it is, and how far."""
+    """Show one job: where it runs, and its progress."""
     row = asyncio.run(_job_row(job.note()))
     if as_json:
         write_json(row)
@@ -177,8 +177,8 @@ def resume(
 ) -> None:
     """Run a job again from its newest checkpoint.
 
-    After a failure, a stop or a lost machine. Everything about the job stays the same. The values of its secrets are stored nowhere: if it
-    has some, give --env and --env-file again.
+    Use this after a failure, a stop or a lost machine. Everything about the job stays the same. The values of its secrets are stored
+    nowhere: if it has some, give --env and --env-file again.
     """
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.packaging import local_store

@@ -83,7 +83,7 @@ class ClusterOptions(LoginOptions):
         str | None,
         option(
             "H",
-            "The machine to submit from, as `ssh H` has it: a name of the ssh config, or an address. Default: this machine.",
+            "The machine to submit from, as for `ssh H`: a name of the ssh config, or an address. Default: this machine.",
         ),
     ] = None
     shared: Annotated[

@@ -24,13 +24,13 @@ def render(
     job: CommandOptions,
     format: Annotated[
         Literal["kubernetes", "skypilot", "dstack"],
-        option(None, "Which of the three it is printed for."),
+        option(None, "What the YAML is for."),
     ] = "kubernetes",
     machines: Annotated[
         int,
         option(
             "N",
-            "Pods or nodes that run the job together, by torchrun.",
+            "Pods or nodes that run the job together, with torchrun.",
             "--machines",
             "--nodes",
             min=1,
@@ -58,7 +58,7 @@ def render(
         list[str] | None,
         option(
             "TAINT",
-            "Taint of a node that does not keep the pods away, for Kubernetes: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. "
+            "Taint of a node that the pods tolerate, for Kubernetes: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. "
             "May be repeated.",
         ),
     ] = None,
@@ -71,7 +71,7 @@ def render(
         str | None,
         option(
             "NAME",
-            "Where the folder `runs` lies: an existing PersistentVolumeClaim, or a volume of dstack.",
+            "Volume for the folder `runs`: an existing PersistentVolumeClaim, or a volume of dstack.",
             "--volume",
             "--pvc",
         ),

@@ -24,12 +24,13 @@ def slurm(
     ] = None,
     cpus: Annotated[int | None, option("N", "CPU cores.", min=1)] = None,
     memory: Annotated[
-        str | None, option("SIZE", "Main memory of a node, as 32G: sbatch's --mem.")
+        str | None, option("SIZE", "Main memory of a node, such as 32G (sbatch's --mem).")
     ] = None,
     sbatch: Annotated[
         list[str] | None,
         option(
-            "OPTION", "Another option of sbatch, as --sbatch=--constraint=a100. May be repeated."
+            "OPTION",
+            "Another option of sbatch, such as --sbatch=--constraint=a100. May be repeated.",
         ),
     ] = None,
     cluster: ClusterOptions,
@@ -68,7 +69,7 @@ def ray(
         str | None,
         option(
             "URL",
-            "Address of Ray's dashboard, as that machine reaches it; default: this machine's RAY_ADDRESS if it is one, else "
+            "Address of Ray's dashboard, as that machine reaches it; default: this machine's RAY_ADDRESS if that is an http address, else "
             "http://127.0.0.1:8265.",
         ),
     ] = None,
@@ -77,7 +78,7 @@ def ray(
         int | None,
         option(
             "SIZE",
-            "Memory that Ray reserves, as 32GB; it is not a limit.",
+            "Memory that Ray reserves, such as 32GB; it is not a limit.",
             parser=megabytes("--memory"),
         ),
     ] = None,
@@ -85,7 +86,7 @@ def ray(
         list[str] | None,
         option(
             "NAME=N",
-            "Resource of Ray's nodes, as --resource accelerator_type:A100=0.001. May be repeated.",
+            "Resource of Ray's nodes, such as --resource accelerator_type:A100=0.001. May be repeated.",
         ),
     ] = None,
     cluster: ClusterOptions,

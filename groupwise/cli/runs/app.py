@@ -154,7 +154,8 @@ def plot(
     run: RunArgument,
     dir: RunsDir = RUNS,
     metric: Annotated[
-        str | None, option("METRIC", "Name of the metric; default: reward, or loss without one.")
+        str | None,
+        option("METRIC", "Name of the metric; default: reward, or loss if there is no reward."),
     ] = None,
     svg: Annotated[Path | None, option("FILE", "Write an SVG file as well.")] = None,
     as_json: AsJson = False,

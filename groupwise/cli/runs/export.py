@@ -163,7 +163,7 @@ def import_(
     dir: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run of the completions that another trainer has logged, to look at it here."""
+    """Make a run from the completions that another trainer has logged, to look at it here."""
     from groupwise.training.review.import_completions import import_completions
 
     made = import_completions(source, name=name, rewards=reward or (), runs_dir=dir)

@@ -76,7 +76,7 @@ def _secrets(tree: Tree, value: Any, at: KeyPath, free: tuple[str, ...]) -> list
     if isinstance(value, str) and holds_secret(value):
         return [
             f"{tree.origin(at)}: {'.'.join(at)} holds what looks like a secret (a user name or password in a URL, a header with a token, "
-            "or a key that begins with sk- or hf_); secrets never stand in a config, which is stored with the run. Leave it out, set it "
+            "or a key that begins with sk- or hf_); secrets may not be in a config, which is stored with the run. Leave it out, set it "
             "as an environment variable and read it from there."
         ]
     if not isinstance(value, Mapping):
@@ -94,6 +94,6 @@ def _secrets(tree: Tree, value: Any, at: KeyPath, free: tuple[str, ...]) -> list
 def explain_secret(path: KeyPath) -> str:
     """Says what to do instead of writing a credential into a config."""
     return (
-        f"{'.'.join(path)} looks like a secret; secrets never stand in a config, which is stored with the run. "
+        f"{'.'.join(path)} looks like a secret; secrets may not be in a config, which is stored with the run. "
         "Set it as an environment variable and read it from there."
     )

@@ -68,16 +68,13 @@ def validate(
         if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_section_origin(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
-        unknown_keys = [
-            str(detail["loc"][-1])
-            for detail in search.reported
-            if detail["type"] == "extra_forbidden"
+        foreign_keys = [
+            detail for detail in search.reported if _is_foreign(model, detail, tree, at)
         ]
-        foreign_keys = [key for key in unknown_keys if foreign_advice(model, key)]
         if len(foreign_keys) >= MANY_FOREIGN and Path(tree.source).is_file():
             problems.append(
-                f"Of these keys {len(foreign_keys)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
-                f"{tree.source}` writes one of ours, with the origin of each value."
+                f"{len(foreign_keys)} of these keys are of other frameworks. If this is a config of TRL, open-r1 or Unsloth, `groupwise "
+                f"init --from {tree.source}` converts it, and says where each value comes from."
             )
 
         def line_of(problem: str) -> float:
@@ -87,6 +84,16 @@ def validate(
 
         raise ConfigError("\n".join(sorted(dict.fromkeys(problems), key=line_of)))
     return result
+
+
+def _is_foreign(model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: KeyPath) -> bool:
+    """True for an unknown key of another framework. A section, or a key in one, that belongs to another command is of a config of ours."""
+    advice = foreign_advice(model, str(detail["loc"][-1]))
+    if detail["type"] != "extra_forbidden" or advice is None:
+        return False
+    path = tuple(map(str, detail["loc"]))
+    in_section = len(path) > 1 or isinstance(tree.value((*at, *path)), Mapping)
+    return not (in_section and advice.startswith("it belongs to `groupwise"))
 
 
 def _section_origin(tree: Tree, path: KeyPath) -> str:

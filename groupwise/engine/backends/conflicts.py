@@ -54,7 +54,7 @@ def tunix_rl_conflicts(config: Any) -> Iterator[Conflict]:
         )
     if getattr(config.algorithm, "kl_target", None) is not None:
         yield Conflict(
-            "algorithm.kl_target changes beta at each step, for which the backend tunix would compile the loss anew. Set a fixed "
+            "algorithm.kl_target changes beta at each step, for which the backend tunix would compile the loss again. Set a fixed "
             "algorithm.beta.",
             ("algorithm.kl_target", BACKEND),
         )

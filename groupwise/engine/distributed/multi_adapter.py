@@ -125,7 +125,7 @@ class ModelHandle:
     def _refuse_if_dropped(self) -> None:
         if self._dropped:
             raise UsageError(
-                f"The model {self.name} was dropped, and its weights are gone from memory. Create a model anew; it can "
+                f"The model {self.name} was dropped, and its weights are gone from memory. Create the model again; it can "
                 "start from what was saved of this one."
             )
 

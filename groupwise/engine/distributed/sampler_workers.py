@@ -155,7 +155,7 @@ class SamplerWorkers(SpawnedWorkers):
             loads = any(call.name == _LOAD for call in self._unanswered[rank].values())
             if fingerprint != self._newest.fingerprint and not loads:
                 raise PolicyMismatchError(
-                    f"Sampler {rank + 1} was started anew and loaded version {self._newest.version}, which was published with fingerprint "
+                    f"Sampler {rank + 1} was restarted and loaded version {self._newest.version}, which was published with fingerprint "
                     f"{self._newest.fingerprint}, but it serves {fingerprint}."
                 )
             self._resume(rank)

@@ -121,7 +121,7 @@ def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
     config: Any = base.config
     if not config.tie_word_embeddings:
         raise ModelError(
-            f"{type(base).__name__} uses the weights of a layer twice in a way that its config does not speak of; an adapter on that layer "
+            f"{type(base).__name__} uses the weights of a layer twice in a way that its config does not mention; an adapter on that layer "
             "cannot be merged. Export the adapter."
         )
     config.tie_word_embeddings = False

@@ -277,7 +277,7 @@ class SamplerConfig(Strict):
                 ("engine", "url", "vllm_python"),
             )
         keys = SPAWNED_SERVER_KEYS
-        reason = "without vllm_python: only a server that the run starts is told it"
+        reason = "without vllm_python: only a server that the run starts receives it"
         if self.vllm_python is not None:
             keys = ("url", "served_model", "adapter_folder", "api_key_env")
             reason = "beside vllm_python, whose server is this run's own"

@@ -286,7 +286,9 @@ class Ec2:
             image_id = str(answer["Parameter"]["Value"])
         images = self._call_aws("ec2", "describe_images", ImageIds=[image_id])["Images"]
         if not images:
-            raise CloudError(f"there is no image {image_id} in {self.region}: --ami wants another.")
+            raise CloudError(
+                f"there is no image {image_id} in {self.region}. Give another with --ami."
+            )
         [found] = images
         # `Supported EC2 instances: G4dn, G5, P5, P6-B200. Release notes: ...`
         listed = re.search(r"Supported EC2 instances: ([\w, -]+)", found.get("Description") or "")

@@ -81,7 +81,7 @@ class FleetSettings(Strict):
 
     refused: ClassVar[Mapping[str, str]] = {
         "folder": f"the folder is where {FILE} lies; {VARIABLE} or --fleet names it",
-        "api_key": "keys stand in no settings; GROUPWISE_API_KEY holds the one that a client sends",
+        "api_key": "keys may not be in the settings; GROUPWISE_API_KEY holds the one that a client sends",
     }
 
     database: str | None = setting(

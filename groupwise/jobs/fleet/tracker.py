@@ -248,7 +248,7 @@ class Tracker:
             return await self._run_round()
         except _EventsLost:  # start again from the stored position, and forget the events in memory
             logger.warning(
-                "%s: the database has lost events that were there; it is read again from the position that stands in it",
+                "%s: the database has lost events that were there; it is read again from the position that is stored in it",
                 self._outlet.name,
             )
             self._position, self._newest = None, None

@@ -313,7 +313,7 @@ class PartsService:
             )
         return Refusal(
             "unknown_parts",
-            f"There are no parts {id}: they were never opened, or the server has been started anew since. With --resume a "
+            f"There are no parts {id}: they were never opened, or the server has been restarted since. With --resume a "
             "training continues from its last checkpoint.",
         )
 

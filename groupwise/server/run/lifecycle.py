@@ -371,7 +371,7 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
         remedy = "adapter: full" if had_all else "adapter: new"
         message = (
             f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
-            "out, to continue it; without resume_from the training begins anew"
+            "out, to continue it; without resume_from the training begins from the start"
         )
         detail = f"adapter: {message}."
         raise Refusal("resume_mismatch", detail, field="adapter", problem=message)

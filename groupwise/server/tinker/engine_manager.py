@@ -228,7 +228,7 @@ class TinkerEngineManager:
             if len(users) >= self._most:
                 raise NoRoom(
                     f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be: the server's "
-                    f"max_models is {self._most}; whoever runs the server can raise it."
+                    f"max_models is {self._most}; the operator of the server can raise it."
                 )
             self.admit(spec.base)
             self._models[model] = _Model(spec)

@@ -55,14 +55,15 @@ class TaskConfig(TaskSection):
         "Hub id, file or folder with clues and answers; null: those that come with the package.",
     )
     source_config: str | None = setting(None, "Configuration of a dataset on the hub.")
-    source_split: str = setting("train", "Split of the source, sliced or not: train[:1000].")
+    source_split: str = setting("train", "Split of the source, or a slice of one: train[:1000].")
     source_revision: str | None = setting(None, "Commit, tag or branch of a dataset on the hub.")
     columns: dict[str, str] = setting(
         {}, "Names of columns: clue, answer or enumeration, then the source's name for it."
     )
     choices: int | None = setting(
         None,
-        "Answers shown in the prompt, in small letters, about equally long, one of them right: for models that know few words. null: none.",
+        "Number of answers shown in the prompt, in lower case and about equally long, one of them right, for models that know few "
+        "words; null: none.",
         ge=2,
         le=20,
     )
@@ -74,7 +75,7 @@ class TaskConfig(TaskSection):
     )
     validation_size: int = setting(16, "Held-out clues of a supervised run.", ge=1)
     eval_size: int = setting(32, "Held-out clues of evaluations.", ge=1)
-    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the splits; the run has a seed of its own.", ge=0)
 
 
 def get_config_schema() -> type[BaseModel]:

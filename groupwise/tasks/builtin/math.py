@@ -74,7 +74,7 @@ class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     min_level: int = setting(1, "Lowest level of generated problems.", ge=1, le=LEVELS)
-    max_level: int = setting(3, "Highest; the levels take turns by chance.", ge=1, le=LEVELS)
+    max_level: int = setting(3, "Highest level; each problem has a random one.", ge=1, le=LEVELS)
     source: str | None = setting(
         None, "File, folder or hub id with problems of your own; null generates them."
     )
@@ -86,7 +86,7 @@ class TaskConfig(TaskSection):
     )
     columns: dict[str, str] = setting(
         {},
-        "What question, answer and solution are called in the source, as in {question: ask, answer: result}.",
+        "Names of question, answer and solution in the source, such as {question: ask, answer: result}.",
     )
     strict_rows: bool = setting(
         False,
@@ -94,15 +94,15 @@ class TaskConfig(TaskSection):
     )
     strict: bool = setting(
         False,
-        "Pay only completions that begin with the tags, for an answer that is the gold one as it is written.",
+        "Reward only completions that begin with the tags and whose answer is written exactly like the gold one.",
     )
-    format_weight: float = setting(0.1, "Weight of the layout, beside 1 for a right answer.")
+    format_weight: float = setting(0.1, "Weight of the layout; a right answer has weight 1.")
     train_size: int | None = setting(
         None, "Training examples; null: 2000 generated ones, or all of the source.", ge=1
     )
     validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
     def _check_options(self) -> TaskConfig:

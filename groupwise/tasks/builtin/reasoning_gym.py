@@ -56,9 +56,9 @@ class Dataset(Strict):
     """One dataset of the package."""
 
     name: str = setting(..., "The dataset's name in reasoning-gym.")
-    weight: float = setting(1.0, "Its share of the problems, in proportion to the others'.", gt=0)
+    weight: float = setting(1.0, "Its share of the problems, relative to the other datasets.", gt=0)
     level: int | None = setting(
-        None, "Level of its curriculum, from 0; null: its parameters' own defaults.", ge=0
+        None, "Level of its curriculum, from 0; null: the defaults of its parameters.", ge=0
     )
     parameters: dict[str, Any] = setting(
         {}, "Fields of the dataset's configuration; they replace what the level says."
@@ -72,12 +72,12 @@ class TaskConfig(TaskSection):
         [Dataset(name="chain_sum")], "What the problems are taken from.", min_length=1
     )
     system_prompt: str | None = setting(
-        SYSTEM_PROMPT, "Stands before each question; null: nothing does."
+        SYSTEM_PROMPT, "System message before each question; null: none."
     )
     train_size: int = setting(1000, "Training problems.", ge=1)
     validation_size: int = setting(128, "Held-out problems of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out problems of evaluations.", ge=1)
-    seed: int = setting(0, "Of the problems; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the problems; the run has a seed of its own.", ge=0)
     generation_time_limit: float = setting(
         600.0, "Seconds that making the problems may take; some datasets are slow.", gt=0
     )

@@ -69,13 +69,13 @@ class TaskConfig(TaskSection):
         "Hub id, file or folder with questions, rubrics and references; null: those that come with the package.",
     )
     source_config: str | None = setting(None, "Configuration of a dataset on the hub.")
-    source_split: str = setting("train", "Split of the source, sliced or not: train[:1000].")
+    source_split: str = setting("train", "Split of the source, or a slice of one: train[:1000].")
     source_revision: str | None = setting(None, "Commit, tag or branch of a dataset on the hub.")
     columns: dict[str, str] = setting(
         {}, "Names of columns: question, rubric, reference or score, then the source's name for it."
     )
     system_prompt: str | None = setting(
-        INSTRUCTION, "Stands before each question; null: nothing does."
+        INSTRUCTION, "System message before each question; null: none."
     )
     strict: bool = setting(
         False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
@@ -88,7 +88,7 @@ class TaskConfig(TaskSection):
     )
     validation_size: int = setting(8, "Held-out questions of a supervised run.", ge=1)
     eval_size: int = setting(24, "Held-out questions of evaluations.", ge=1)
-    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the splits; the run has a seed of its own.", ge=0)
 
 
 @dataclass(frozen=True, slots=True)

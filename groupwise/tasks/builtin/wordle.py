@@ -71,14 +71,14 @@ class TaskConfig(TaskSection):
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
     overlong_length: int | None = setting(
         None,
-        "Tokens above which a completion counts as over-length; fewer than it can have. null: three quarters of those.",
+        "Tokens above which a completion counts as over-length, below sampler.max_completion_length; null: three quarters of that.",
         ge=1,
     )
     min_history: int = setting(1, "Fewest earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
     max_history: int = setting(4, "Most earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
     choices: int | None = setting(
         None,
-        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        "Number of words shown in the prompt, one of them the secret, for models that know few words; null: none.",
         ge=2,
         le=50,
     )
@@ -91,7 +91,7 @@ class TaskConfig(TaskSection):
     dictionary: str | None = setting(
         None, "File with the words that are real, likewise; the secrets are so in any case."
     )
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
     def _check_history_range(self) -> TaskConfig:

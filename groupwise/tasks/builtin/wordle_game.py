@@ -67,7 +67,7 @@ class TaskConfig(TaskSection):
     guesses: int = setting(GUESSES, "Guesses of a game.", ge=1, le=GUESSES)
     choices: int | None = setting(
         None,
-        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        "Number of words shown in the prompt, one of them the secret, for models that know few words; null: none.",
         ge=2,
         le=50,
     )
@@ -77,7 +77,7 @@ class TaskConfig(TaskSection):
     dictionary: str | None = setting(
         None, "File with the words that are real, likewise; the secrets are so in any case."
     )
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Seed of the examples; the run has a seed of its own.", ge=0)
 
 
 def get_config_schema() -> type[BaseModel]:

@@ -100,7 +100,7 @@ def _shape_of(prompts: Any, completions: Any) -> _Shape | None:
     entries = cast("Sequence[Any]", completions)
     if any(_is_group(entry) for entry in entries):
         if any(isinstance(entry, str) for entry in entries):
-            raise ValueError("some completions stand in a list for their prompt, and some do not")
+            raise ValueError("some completions are in a list for their prompt, and some are not")
         return _Shape(tuple(len(members) for members in entries), is_nested=True)
     count = len(cast("Sequence[Any]", prompts)) if isinstance(prompts, list | tuple) else 0
     if count in (0, len(entries)) or len(entries) % count:

@@ -135,7 +135,7 @@ class Sessions:
             repeat = await self._run_turn(session, call, turn, partial(started, repeated=True))
             if repeat.digest != digest:
                 raise _Unusable(
-                    f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
+                    f"the environment was made again after the loss of its process, and answered differently in turn {turn}. "
                     "It must depend on its row, seed and member and on the completions alone."
                 )
             session.reply_digests.append(repeat.digest)

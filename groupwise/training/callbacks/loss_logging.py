@@ -32,7 +32,7 @@ class LossLogging(Callback):
             raise ValueError("metrics is empty; name at least one.")
         if Path(file).name != file or not file.endswith(".csv"):
             raise ValueError(
-                f"file is {file!r}; it stands in the run's folder, so give a name alone, that ends in .csv."
+                f"file is {file!r}; it is written into the run's folder, so give only a name, which ends in .csv."
             )
         self.metrics = tuple(metrics)
         self.file = file

@@ -425,7 +425,7 @@ def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]
         "warning",
         f"a second call gives something else for {len(differences)} of {len(first)} completions: {differences[0]}",
         "repeated runs and resumes will differ, and the policy learns from chance",
-        "seed what is random by the completion's text; a judge wants temperature 0",
+        "seed what is random by the completion's text; a judge needs temperature 0",
         data,
     )
 

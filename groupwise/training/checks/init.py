@@ -113,7 +113,7 @@ def init(
         raise UsageError(f"--out {file}: there is no folder {file.parent}. Make it first.")
     if file.exists() and not force:
         raise UsageError(
-            f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
+            f"{file} exists and is kept. Give --force to overwrite it, or another name with --out."
         )
     draft = Draft(kind, model, tuple(overrides), loaded_task.config_schema())
     choose_required_keys(draft)

@@ -225,15 +225,15 @@ def choose_required_keys(draft: Draft) -> None:
         draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
     if draft.given_value(("training", "schedule")) == "free":
         draft.choose(
-            ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
+            ("training", "max_off_policy_steps"),
+            1,
+            "the smallest value that the schedule free accepts",
         )
     # pass@k needs at least k samples, and a temperature at which they differ.
     ks: Any = draft.given_value(("eval", "pass_at_k"))
     max_k = max(map(_int_or_zero, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
     if max_k > 1:
-        draft.choose(
-            ("eval", "samples_per_prompt"), max_k, f"pass@{max_k} is estimated from as many"
-        )
+        draft.choose(("eval", "samples_per_prompt"), max_k, f"pass@{max_k} needs this many samples")
     samples = _int_or_zero(draft.given_value(("eval", "samples_per_prompt")))
     filters = (draft.given_value(("eval", key)) for key in ("top_k", "top_p", "min_p"))
     if max(max_k, samples) > 1 or any(value is not None for value in filters):
@@ -287,11 +287,11 @@ def choose_trainable(draft: Draft, parameters: int) -> None:
         )
     is_full = draft.load().config.lora is None
     if parameters < TOY:
-        rate, reason = 1e-2, "so small a model needs large steps"
+        rate, reason = 1e-2, "a model this small needs a high learning rate"
     elif is_full:
         rate, reason = (
             (1e-6 if draft.kind == "rl" else 1e-5),
-            "all weights are trained, which needs small steps",
+            "all weights are trained, which needs a low learning rate",
         )
     elif draft.kind == "sft":
         rate, reason = 1e-4, "usual for an adapter; the first key to vary"
@@ -326,7 +326,7 @@ def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int,
         return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
     basis = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
     if answers.whole:
-        return rounded_up(1.5 * answers.longest), f"{basis}; half as much again"
+        return rounded_up(1.5 * answers.longest), f"{basis}; one and a half times that"
     return (
         rounded_up(2 * answers.longest + 48),
         f"{basis}; twice that, and room for a sentence. More if the model is to think first",
@@ -351,14 +351,16 @@ def choose_lengths(
     if completion < min_length:
         completion, reason = rounded_up(min_length), why
     if kind == "single" and completion > room >= max(MIN_COMPLETION, min_length):
-        completion, reason = room, f"what the model's {limit} tokens leave beside the prompt"
+        completion, reason = room, f"what is left of the model's {limit} tokens after the prompt"
     if kind != "two_stage":
         draft.choose(("sampler", "max_completion_length"), completion, reason)
     config = draft.config
     rollout_length = config.rollout.longest(config.sampler.max_completion_length)
     if kind == "environment" and rollout_length > room >= config.sampler.max_completion_length:
         rollout_length = room
-        reason = f"what the model's {limit} tokens leave beside the prompt, for all turns together"
+        reason = (
+            f"what is left of the model's {limit} tokens after the prompt, for all turns together"
+        )
         draft.choose(("rollout", "max_rollout_length"), room, reason)
     max_prompt = min(space, limit - rollout_length)
     if max_prompt < longest_prompt:
@@ -405,7 +407,7 @@ def choose_teacher_step(draft: Draft, rows: int, longest_row: int) -> None:
     draft.choose(
         ("data", "max_length"),
         max(2, longest_row),
-        "the longest row has so many tokens; longer ones would be cut and counted",
+        "the longest row has this many tokens; longer ones would be cut and counted",
     )
 
 

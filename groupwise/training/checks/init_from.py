@@ -604,7 +604,7 @@ def _translate_algorithm(translation: Translation) -> None:
     if kind is None:
         translation.lose(
             "loss_type",
-            f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` stands in its place",
+            f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` replaces it",
         )
         kind = "dapo"
     if kind == "dapo":
@@ -717,7 +717,7 @@ def _translate_schedule(translation: Translation) -> None:
         )
         if difference:
             translation.lose(
-                "lr_scheduler_type", f"{schedule} {difference}; {scheduler} stands in its place"
+                "lr_scheduler_type", f"{schedule} {difference}; {scheduler} replaces it"
             )
     unsupported_args = (
         {

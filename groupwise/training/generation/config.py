@@ -29,7 +29,7 @@ class GenerateConfig(Strict):
     """Each key is the option of that name, with `-` for `_`."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "api_key": "keys stand in the environment alone: name the variable with api_key_env",
+        "api_key": "keys are read only from the environment: name the variable with api_key_env",
         "shards": "launching shards as jobs is not in this version. Run one command for each, with --shard 1/N to --shard N/N and the "
         "same --output, and at last the same without --shard, which puts them together",
     }

@@ -149,7 +149,7 @@ def _make_plan(config: GenerateConfig, model: str) -> Plan:
             raise ResumeMismatchError(
                 f"{folder} holds answers that were asked for in another way:\n"
                 + "\n".join(lines)
-                + "\nAsk as before to go on with it, or name another output."
+                + "\nRepeat the earlier command to continue it, or name another output."
             )
     prompts = read_prompts(config, {name: shapes[name] for name in ("model", *SAMPLING)})
     if prompts.ending_with_assistant:
@@ -227,7 +227,7 @@ def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -
         message = (
             f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
             f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Fix the rewards and give the "
-            "same command again: what is there is scored anew, and not asked for again."
+            "same command again: existing answers are scored again, and not asked for again."
         )
         logger.error(message)
     is_usable = bool(counts.rows) and not nothing_scored
@@ -304,7 +304,11 @@ async def _resolve_model(config: GenerateConfig) -> str:
         if (saved := _saved_settings(folder)) is not None:
             return str(saved["model"])
     async with Client(_endpoint(config, "")) as client:
-        models = await client.models(retries=0)
+        try:
+            models = await client.models(retries=0)
+        except EndpointError as error:
+            error.message += "\nStart the service, or give its address (--base-url) or the name of a model there (--model)."
+            raise
     if len(models) != 1:
         model_list = ", ".join(models) or "none"
         raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {model_list}.")
@@ -343,7 +347,7 @@ class _ProgressLine:
             remaining = self._rows - self._done_before - tally.answered - len(tally.failures)
             facts.append(f"eta {_format_clock(tally.seconds / tally.answered * remaining)}")
         if pause := self._client.pause:
-            facts.append(f"the service wants {pause:.0f} s of rest")
+            facts.append(f"the service asks for a pause of {pause:.0f} s")
         self._ticker.show("  ".join(facts))
 
     def show_scored(self, count: int) -> None:
@@ -437,4 +441,4 @@ def _describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _resume_hint(config: GenerateConfig) -> str:
-    return f"What has come is kept in {config.folder}; the same command goes on with it."
+    return f"What has come is kept in {config.folder}; the same command continues."

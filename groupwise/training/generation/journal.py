@@ -162,5 +162,5 @@ def _as_store_error(path: Path) -> Generator[None]:
     except OSError as error:
         raise StoreError(
             f"cannot write {path}: {error.strerror or error}. Free space on that disk (or fix its permissions) and run the same "
-            "command again: it goes on with what is there."
+            "command again: it continues with the existing answers."
         ) from error

@@ -109,7 +109,7 @@ def notice_changed_questions(run: TaskRun, questions: str) -> None:
     if stored and run.folder.store.evaluations(rows=False):
         run.say(
             "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
-            "the best one is looked for anew"
+            "the search for the best one starts again"
         )
 
 

@@ -113,7 +113,7 @@ def find_resume_point(
             )
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
-            f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
+            f"{path} is a run of `groupwise {facts['kind']}`; continue it with that command."
         )
     checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(path / CHECKPOINTS))
     return ResumePoint(
@@ -216,7 +216,7 @@ def open_folder(
         ):
             folder.close()
             raise RunInUseError(
-                f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
+                f"{point.path} was continued by another process in the meantime. Look at it with `groupwise runs show`, and "
                 "give --resume again if it is not finished."
             )
         return folder

@@ -140,7 +140,9 @@ async def _run_in(
                         store.set_meta({"held_out": fingerprint})
                         run.best = run.loss_to_beat = run.evaluated_step = None
                         run.not_better = 0
-                        run.say("the held-out rows were changed: the best step is looked for anew")
+                        run.say(
+                            "the held-out rows were changed: the search for the best step starts again"
+                        )
                 _log_start(run, prepared)
                 return await _run_to_completion(run, prepared, started_at)
     finally:

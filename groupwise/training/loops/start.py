@@ -51,8 +51,8 @@ MAX_FUTILE_RESUMES = 3
 """Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 
 START_OPTIONS = {
-    "--resume": "goes on with the newest unfinished run of that name",
-    "--resume-from": "goes on with the run and the checkpoint that it names",
+    "--resume": "continues the newest unfinished run of that name",
+    "--resume-from": "continues from the run and the checkpoint that it names",
     "--init-from": "starts a new run from the weights that it names",
 }
 
@@ -103,7 +103,7 @@ def run_with_auto_resume(
             if not run:
                 raise
             raise RunError(
-                f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
+                f"{error.message} The run {run} is at step {last_step}; --resume continues it."
             ) from None
         except RunError as error:
             from groupwise.api.client.errors import ClientError

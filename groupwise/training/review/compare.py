@@ -580,7 +580,7 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
     changed_count = _changed_columns(a, b)
     if changed_count:
         notes.append(
-            f"{changed_count} prompts stand in both with other columns (such as another answer); they are not paired"
+            f"{changed_count} prompts are in both with different columns (such as another answer); they are not paired"
         )
     return notes
 

@@ -146,7 +146,7 @@ def _fill_output(output: Path, force: bool, fill: Callable[[Path], None]) -> tup
         atomic_files.make_folder(output, fill, replace=force)
     except FileExistsError:
         raise UsageError(
-            f"{output} was filled by somebody else meanwhile; nothing of it was replaced."
+            f"{output} was filled by another program meanwhile; nothing in it was replaced."
         ) from None
     return tuple(sorted(file.name for file in output.iterdir()))
 

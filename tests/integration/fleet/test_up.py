@@ -265,7 +265,7 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         fleet.up()
         assert fleet.call("release", job_id).returncode == 0
         waiting = wait_until(lambda: fleet.job(job_id)["waiting"], "why it waits")
-        assert f"runs {job_id}.1, which stands in no table" in waiting[0]
+        assert f"runs {job_id}.1, which the database does not know" in waiting[0]
         assert "attempt_untracked" in fleet.call("status", "--json").stdout
         assert fleet.job(job_id)["attempts"] == []
         other = fleet.submit("true")

@@ -38,6 +38,22 @@ def test_one_name_several_times_and_what_is_the_commands_own_is_not(still: Comma
         assert (code, "/no/such/file" in err, "are the same" in err) == (2, True, False)
 
 
+@pytest.mark.parametrize(("words", "usage"), [
+    ("rl", "[key=value]..."),
+    ("runs export", "RUN[@STEP]"),
+    ("fleet stop", "[JOB...]"),
+    ("fleet exec", "JOB|VM [--] ARGUMENTS..."),
+    ("fleet submit", "[[--] ARGUMENTS...]"),
+    ("fleet vm prepare", "VM..."),
+    ("fleet vm trust", "VM [FINGERPRINT]"),
+])  # fmt: skip
+def test_usage_has_brackets_around_what_may_be_left_out_and_braces_nowhere(
+    words: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split(), "--help"]) == 0
+    assert f"groupwise {words} [OPTIONS] {usage}\n" in capsys.readouterr().out
+
+
 def test_an_option_without_its_value_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

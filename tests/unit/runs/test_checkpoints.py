@@ -72,7 +72,7 @@ WEIGHTS = "adapter/weights.safetensors"
     (lambda at: (at / MANIFEST).write_text('{"format": 1, "st'), "cannot be read"),
     (lambda at: (at / MANIFEST).write_text('{"format": 1}'), "manifest.json lacks"),
     (lambda at: (at / MANIFEST).write_text("[]"), "manifest.json is not a manifest"),
-    (lambda at: change_manifest(at, step=21), "manifest.json speaks of step 21"),
+    (lambda at: change_manifest(at, step=21), "manifest.json is of step 21"),
     (lambda at: change_manifest(at, format=None), "does not say which format"),
 ])  # fmt: skip
 def test_a_damaged_one_is_skipped_and_named(

@@ -36,3 +36,18 @@ def test_one_epoch_unless_told_otherwise():
 def test_the_page_is_up_to_date():
     for name, text in documentation().items():
         assert (ROOT / "docs" / name).read_text() == text, "`make fix` makes it again"
+
+
+def test_only_a_config_of_another_framework_is_taken_for_one(tmp_path: Path):
+    ours, theirs = tmp_path / "rl.yaml", tmp_path / "trl.yaml"
+    ours.write_text(
+        "model: {name: tiny}\nsampler: {max_num_seqs: 8}\nrewards: {in_process: true}\nalgorithm: {beta: 0.1}\n"
+        "training: {prompts_per_step: 2, num_generations: 2}\n"
+    )
+    theirs.write_text(
+        "model_name_or_path: tiny\nper_device_train_batch_size: 4\nnum_generations: 8\nbf16: true\n"
+    )
+    for file, foreign in ((ours, False), (theirs, True)):
+        with pytest.raises(ConfigError) as caught:
+            load_sft_config(file)
+        assert ("groupwise init --from" in str(caught.value)) is foreign, str(caught.value)

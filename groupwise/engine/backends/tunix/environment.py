@@ -85,7 +85,7 @@ def python() -> Path:
         )
     if record["requirements"] != _requirements_digest():
         raise UsageError(
-            f"The environment in {home()} was made for another version of groupwise. Make it anew: {_install_words()}."
+            f"The environment in {home()} was made for another version of groupwise. Make it again: {_install_words()}."
         )
     return _interpreter(record)
 
@@ -180,7 +180,7 @@ def _look_once(interpreter: Path, *settings: str | None) -> WorkerInfo:
         ) from None
     except RunError as error:
         raise UsageError(
-            f"{interpreter} cannot start Tunix's worker; {INSTALL} --again makes an environment anew. {error}"
+            f"{interpreter} cannot start Tunix's worker; {INSTALL} --again makes the environment again. {error}"
         ) from error
     finally:
         worker.close()

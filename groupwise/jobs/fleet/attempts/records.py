@@ -638,7 +638,7 @@ def record_untracked(session: Session, owner: str, vm_id: str, job_id: str, epoc
         return False
     events.append(
         session, actor=f"dispatcher:{owner}", kind=kind, job_id=job_id, epoch=epoch, vm_id=vm_id,
-        detail={"why": "it runs there and stands in no table; nothing is done to it"},
+        detail={"why": "it runs there, but the database does not know it; nothing is done to it"},
     )  # fmt: skip
     return True
 

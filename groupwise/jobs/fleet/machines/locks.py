@@ -202,7 +202,7 @@ def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
             hashed.append("--hash=" in line_kept)
             if hashed[0] != hashed[-1]:
                 raise UsageError(
-                    f"{location}: some lines have hashes and others have none; with hashes pip wants them for all: {line_kept.split()[0]}"
+                    f"{location}: some lines have hashes and others have none; with hashes pip needs them for all: {line_kept.split()[0]}"
                 )
     return Lock(tuple(lines), hashed=bool(hashed) and hashed[0])
 

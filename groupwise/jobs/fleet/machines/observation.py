@@ -412,7 +412,7 @@ def _write_gpus(
         if twin := twins.get(gpu.gpu_id):
             verdict = (
                 Observed.DEGRADED,
-                f"{twin} has the same one: the machine stands in the fleet twice",
+                f"{twin} has the same one: the machine is in the fleet twice",
             )
         if verdict[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             verdict = Observed.FOREIGN_BUSY, gpu.detail

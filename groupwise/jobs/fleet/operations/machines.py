@@ -105,7 +105,7 @@ class NewMachine:
         if not 1 <= self.port <= 65535:
             yield f"port {self.port}: ports are 1 to 65535"
         if self.transport == "ssh" and not self.user:
-            yield "no user: say as whom to log in there (--user)"
+            yield "no user: say which user to log in as (--user)"
         if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MAX_SLOTS:
             yield f"cpu_slots {self.cpu_slots}: 0 to {MAX_SLOTS} jobs without GPUs at once"
         if self.projects is not None and not all(self.projects):
@@ -594,8 +594,8 @@ def change(
         if _may_still_run_there(session, vm.vm_id):
             raise Refusal(
                 "vm_in_use",
-                f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, "
-                "as soon as the machine answers.",
+                f"processes of an attempt that was given up may still run on {vm.vm_id}, so {consequence}: a dispatcher ends them as soon "
+                "as the machine answers.",
             )
     for name, value in after.items():
         setattr(vm, name, value)

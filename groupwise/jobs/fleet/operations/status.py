@@ -275,9 +275,9 @@ def _stray_alarms(session: Session) -> Iterator[Document]:
     for vm_id, attempt in untracked_processes.on_machines(session):
         yield _alarm(
             "attempt_untracked",
-            f"{vm_id} runs {attempt['detail']}, which stands in no table, for {duration(now - attempt['since'])} or longer",
+            f"{vm_id} runs {attempt['detail']}, which the database does not know, for {duration(now - attempt['since'])} or longer",
             f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if it is not wanted any more; it "
-            "belongs to a database of before, or to another fleet",
+            "belongs to an earlier database, or to another fleet",
             vm_id=vm_id,
             job_id=attempt["job_id"],
             epoch=attempt["epoch"],

@@ -84,8 +84,8 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
 def held_back_by(session: Session, job_id: str) -> list[str]:
     """The reasons why untracked attempts keep the job from starting, in words."""
     return [
-        f"{vm_id} runs {attempt['detail']}, which stands in no table: it begins once that has ended, or "
-        f"`groupwise fleet vm mark-lost {vm_id}`"
+        f"{vm_id} runs {attempt['detail']}, which the database does not know: this job begins once that has ended, "
+        f"or after `groupwise fleet vm mark-lost {vm_id}`"
         for vm_id, attempt in on_machines(session)
         if attempt["job_id"] == job_id
     ]
