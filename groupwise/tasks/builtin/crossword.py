@@ -74,7 +74,7 @@ class TaskConfig(TaskSection):
     )
     validation_size: int = setting(16, "Held-out clues of a supervised run.", ge=1)
     eval_size: int = setting(32, "Held-out clues of evaluations.", ge=1)
-    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the splits; the run has a seed of its own.", ge=0)
 
 
 def get_config_schema() -> type[BaseModel]:

@@ -14,7 +14,7 @@ Generated problems have five levels:
     1    a sum or difference of numbers up to 50                   23 + 18
     2    … of two digits, or a product up to 12 × 12               81 - 37, 7 × 8
     3    three numbers, of which two are multiplied                14 + 6 × 9
-    4    brackets, and divisions without a rest                    (12 + 9) × 4 - 7, (32 + 24) ÷ 8
+    4    brackets, and divisions without a remainder               (12 + 9) × 4 - 7, (32 + 24) ÷ 8
     5    a sum, difference or product of two fractions             2/3 + 3/4
 
 No problem occurs twice, within a split or across splits; generated problems that differ only in the order of summands or factors
@@ -74,7 +74,9 @@ class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     min_level: int = setting(1, "Lowest level of generated problems.", ge=1, le=LEVELS)
-    max_level: int = setting(3, "Highest; the levels take turns by chance.", ge=1, le=LEVELS)
+    max_level: int = setting(
+        3, "Highest level; all levels from min_level on are mixed.", ge=1, le=LEVELS
+    )
     source: str | None = setting(
         None, "File, folder or hub id with problems of your own; null generates them."
     )
@@ -94,15 +96,15 @@ class TaskConfig(TaskSection):
     )
     strict: bool = setting(
         False,
-        "Pay only completions that begin with the tags, for an answer that is the gold one as it is written.",
+        "Reward only completions that begin with the tags, and whose answer is written exactly like the gold answer.",
     )
-    format_weight: float = setting(0.1, "Weight of the layout, beside 1 for a right answer.")
+    format_weight: float = setting(0.1, "Weight of the form; a right answer weighs 1.")
     train_size: int | None = setting(
         None, "Training examples; null: 2000 generated ones, or all of the source.", ge=1
     )
     validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
     def _check_options(self) -> TaskConfig:

@@ -61,7 +61,7 @@ class Dataset(Strict):
         None, "Level of its curriculum, from 0; null: its parameters' own defaults.", ge=0
     )
     parameters: dict[str, Any] = setting(
-        {}, "Fields of the dataset's configuration; they replace what the level says."
+        {}, "Fields of the dataset's configuration; they override those of the level."
     )
 
 
@@ -71,13 +71,11 @@ class TaskConfig(TaskSection):
     datasets: list[Dataset] = setting(
         [Dataset(name="chain_sum")], "What the problems are taken from.", min_length=1
     )
-    system_prompt: str | None = setting(
-        SYSTEM_PROMPT, "Stands before each question; null: nothing does."
-    )
+    system_prompt: str | None = setting(SYSTEM_PROMPT, "Text before each question; null: none.")
     train_size: int = setting(1000, "Training problems.", ge=1)
     validation_size: int = setting(128, "Held-out problems of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out problems of evaluations.", ge=1)
-    seed: int = setting(0, "Of the problems; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the problems; the run has a seed of its own.", ge=0)
     generation_time_limit: float = setting(
         600.0, "Seconds that making the problems may take; some datasets are slow.", gt=0
     )

@@ -56,8 +56,8 @@ CRITERION = ("description", "criterion", "content", "requirement", "text", "titl
 OVERLAP = "rubric_overlap"
 INSTRUCTION = "Answer the question in one or two sentences."
 WARNING = (
-    "task.rubric_in_prompt: the model reads the rubric that its answer is rewarded by. rubric_overlap therefore counts no word of the "
-    "prompt, and pays for the likeness of the other words to the reference; take a judge to reward by a rubric that the model reads."
+    "task.rubric_in_prompt: the model reads the rubric by which its answer is rewarded. So rubric_overlap ignores all words of the prompt, "
+    "and rewards how similar the other words are to the reference. To reward by a rubric that the model reads, use a judge."
 )
 
 
@@ -74,9 +74,7 @@ class TaskConfig(TaskSection):
     columns: dict[str, str] = setting(
         {}, "Names of columns: question, rubric, reference or score, then the source's name for it."
     )
-    system_prompt: str | None = setting(
-        INSTRUCTION, "Stands before each question; null: nothing does."
-    )
+    system_prompt: str | None = setting(INSTRUCTION, "Text before each question; null: none.")
     strict: bool = setting(
         False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
     )
@@ -88,7 +86,7 @@ class TaskConfig(TaskSection):
     )
     validation_size: int = setting(8, "Held-out questions of a supervised run.", ge=1)
     eval_size: int = setting(24, "Held-out questions of evaluations.", ge=1)
-    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the splits; the run has a seed of its own.", ge=0)
 
 
 @dataclass(frozen=True, slots=True)

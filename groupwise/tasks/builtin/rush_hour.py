@@ -71,13 +71,15 @@ class TaskConfig(TaskSection):
     """The `task:` section of a config for this task."""
 
     size: int = setting(5, "Rows and columns of a board.", ge=4, le=8)
-    min_moves: int = setting(2, "Fewest moves that solve a board, at least.", ge=1)
-    max_moves: int = setting(5, "Fewest moves that solve a board, at most.", ge=1)
-    max_walls: int = setting(1, "Walls on a board, at most; none stands in A's row.", ge=0, le=8)
+    min_moves: int = setting(2, "Smallest number of moves that a board may need.", ge=1)
+    max_moves: int = setting(5, "Largest number of moves that a board may need.", ge=1)
+    max_walls: int = setting(
+        1, "Maximum number of walls on a board; none is in A's row.", ge=0, le=8
+    )
     show_optimum: bool = setting(False, "Say in the prompt how many moves are enough.")
     show_moves: bool = setting(
         False,
-        "List in the prompt the moves that are possible at first, for models that cannot see them.",
+        "List the possible first moves in the prompt, for models that cannot find them.",
     )
     reward: Literal["shaped", "exact"] = setting(
         "shaped", "rush_solution_shaped, which also pays for progress, or rush_solution_exact."
@@ -85,7 +87,7 @@ class TaskConfig(TaskSection):
     train_size: int = setting(2000, "Training examples.", ge=1)
     validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
-    seed: int = setting(0, "Of the boards; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the boards; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
     def _check_move_range(self) -> TaskConfig:

@@ -68,7 +68,7 @@ class TaskConfig(TaskSection):
     train_size: int = setting(2000, "Training examples.", ge=1)
     validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the examples; the run has a seed of its own.", ge=0)
 
     @property
     def counts(self) -> range:

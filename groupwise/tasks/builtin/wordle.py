@@ -71,14 +71,18 @@ class TaskConfig(TaskSection):
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
     overlong_length: int | None = setting(
         None,
-        "Tokens above which a completion counts as over-length; fewer than it can have. null: three quarters of those.",
+        "Tokens above which a completion counts as over-length; less than the longest completion. null: three quarters of that.",
         ge=1,
     )
-    min_history: int = setting(1, "Fewest earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
-    max_history: int = setting(4, "Most earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
+    min_history: int = setting(
+        1, "Minimum number of earlier guesses in a prompt.", ge=1, le=GUESSES - 1
+    )
+    max_history: int = setting(
+        4, "Maximum number of earlier guesses in a prompt.", ge=1, le=GUESSES - 1
+    )
     choices: int | None = setting(
         None,
-        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        "Number of words that the prompt shows, the secret among them, for models that know too few words; null: none.",
         ge=2,
         le=50,
     )
@@ -89,9 +93,10 @@ class TaskConfig(TaskSection):
         None, "File with the words that may be the secret, one in each line; null: 877 common ones."
     )
     dictionary: str | None = setting(
-        None, "File with the words that are real, likewise; the secrets are so in any case."
+        None,
+        "File with the real words, one in each line; null: 5,098 words. Secrets always count as real.",
     )
-    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+    seed: int = setting(0, "Decides the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
     def _check_history_range(self) -> TaskConfig:
