@@ -583,7 +583,7 @@ def _translate_length(translation: Translation) -> None:
         if "num_train_epochs" in translation.settings:
             translation.key_statuses["num_train_epochs"] = "default"
     else:
-        translation.choose("training.max_steps", None, "Epochs say how long.")
+        translation.choose("training.max_steps", None, "The number of epochs decides the length.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
     if stop := translation.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
