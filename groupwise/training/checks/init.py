@@ -245,13 +245,17 @@ def _report_dropped(prepared: RlPrepared) -> Iterator[Finding]:
             "warning",
             f"{dropped:,} of {dropped + kept:,} examples: their prompts are longer than data.max_prompt_length",
             "they are not trained on",
-            "raise it, where the model has room, or shorten the prompts",
+            "raise it if the model has room, or shorten the prompts",
             {"dropped": dropped, "kept": kept},
         )
 
 
 def _skip_speed(memory: Finding) -> Finding:
-    why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
+    why = (
+        "the model does not fit into the free memory"
+        if memory.level == "problem"
+        else "--no-measure was given"
+    )
     return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
 
 

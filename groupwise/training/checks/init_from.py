@@ -470,7 +470,7 @@ def _translate_lora(translation: Translation) -> None:
             None,
             translation.origin(source_key)
             if source_key in translation.settings
-            else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
+            else "TRL trains all weights unless use_peft or a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in translation.settings:
@@ -524,13 +524,13 @@ def _translate_batch(translation: Translation) -> None:
     translation.choose(
         "training.prompts_per_step",
         prompt_count,
-        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × {translation.processes} processes ÷ "
-        f"num_generations {generations}.",
+        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × "
+        f"{translation.processes} {'process' if translation.processes == 1 else 'processes'} ÷ num_generations {generations}.",
     )
     if prompts != prompt_count:
         translation.remark(
             "per_device_train_batch_size",
-            f"{completions} completions are no whole groups of {generations}: a step has {counted(prompt_count, 'group')}",
+            f"{completions} completions do not divide into groups of {generations}: a step has {counted(prompt_count, 'group')}",
         )
     generation_batch = translation.take("generation_batch_size")
     steps = translation.take("steps_per_generation")
@@ -583,7 +583,7 @@ def _translate_length(translation: Translation) -> None:
         if "num_train_epochs" in translation.settings:
             translation.key_statuses["num_train_epochs"] = "default"
     else:
-        translation.choose("training.max_steps", None, "Epochs say how long.")
+        translation.choose("training.max_steps", None, "The number of epochs decides the length.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
     if stop := translation.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
