@@ -62,7 +62,7 @@ PIPELINE = "preprocessing_pipeline"
 OF_INIT = '"""Written by groupwise init:'
 """How the module with copied functions begins; no other file is overwritten."""
 
-KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
+KeyStatus = Literal["taken", "default", "no effect", "no equivalent", "unread"]
 """The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
@@ -107,7 +107,7 @@ class Translation:
         """Report that a key means something else here, or has no effect."""
         self.findings.append(Finding(self.as_written(name), "ok", text))
 
-    def lose(self, name: str, text: str, status: KeyStatus = "no equal") -> None:
+    def lose(self, name: str, text: str, status: KeyStatus = "no equivalent") -> None:
         """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(self.as_written(name), "warning", text))
         if name in self.settings or status == "unread":
@@ -286,7 +286,7 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
             translation.settings[name] = parsed_value
     elif name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
-        translation.key_statuses[name] = "no equal"
+        translation.key_statuses[name] = "no equivalent"
     elif has_no_effect:
         translation.key_statuses[name] = "no effect"
     else:
