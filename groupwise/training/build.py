@@ -34,7 +34,6 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.memory import explaining_out_of_memory
-from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
     Layout,
@@ -75,9 +74,6 @@ Kind = Literal["training", "learning", "sampling", "supervised", "serving", "bas
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
 WORKER_FACTORY = "groupwise.training.build:make_worker_from_json"
-
-LARGE_ADAPTER = 512 << 20
-"""Default size in bytes of one publication: that of a rank-64 adapter on a model of 7 billion parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1350,27 +1346,12 @@ _MAKERS: dict[Kind, Callable[..., WorkerState]] = {
 }
 
 
-def serving_label(config: RunConfig) -> str:
-    """Name of the initial policy in results."""
-    return "base" if config.model.adapter is None else "base+adapter"
-
-
-def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
-    """Claim an empty folder for the run's published weights; `size` is that of one publication in bytes."""
-    return publications.claim(run_folder, size)
-
-
 def publication_bytes(config: RunConfig) -> int:
     """Bytes of the trained weights in float32, times the number of publications that the lag requires to be kept."""
     if config.model.backend == "tinker":
         return 4096  # a publication is one small file
     parameter_count = prefork.trained_parameters(config.model, config.lora)
     return 4 * parameter_count * (1 + config.training.max_off_policy_steps)
-
-
-def remove_publications(folder: Path) -> None:
-    """Delete the run's publications and release the folder."""
-    publications.release(folder)
 
 
 def build_algorithm(config: RunConfig) -> Any:

@@ -41,7 +41,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids, render_prompt
-from groupwise.runs import checkpoints
+from groupwise.runs import checkpoints, publications
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
@@ -181,13 +181,13 @@ class EngineCore:
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._open_run_folder(prepared, point)
         config = prepared.config
-        publications = build.publication_folder(folder.path, build.publication_bytes(config))
-        self._scope.callback(build.remove_publications, publications)
+        publish_folder = publications.claim(folder.path, build.publication_bytes(config))
+        self._scope.callback(publications.release, publish_folder)
         progress = Phase(folder.name, prepared.max_steps)
         self._scope.callback(progress.close)
-        parts = await build.start_training(config, prepared.layout, folder.name, publications)
+        parts = await build.start_training(config, prepared.layout, folder.name, publish_folder)
         self._scope.callback(parts.close)
-        run = _assemble_run(prepared, folder, parts, progress, publications)
+        run = _assemble_run(prepared, folder, parts, progress, publish_folder)
         if resumption is not None:
             restore_checkpoint(run, prepared, resumption)
         elif request.start_from is not None:
@@ -619,7 +619,11 @@ def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
 
 
 def _assemble_run(
-    prepared: _Prepared, folder: RunFolder, parts: build.Parts, progress: Phase, publications: Path
+    prepared: _Prepared,
+    folder: RunFolder,
+    parts: build.Parts,
+    progress: Phase,
+    publish_folder: Path,
 ) -> ServedRun:
     config = prepared.config
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
@@ -636,7 +640,7 @@ def _assemble_run(
         interruption=Interruption(),
         policy=nothing_yet,
         serving=nothing_yet,
-        publications=publications,
+        publications=publish_folder,
     )
 
 

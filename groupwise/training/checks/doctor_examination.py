@@ -26,6 +26,7 @@ from groupwise.engine.models.plan import ModelPlan, prompt_room
 from groupwise.engine.models.probes import free_memory, random_start
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.sampler.rules import uniform
+from groupwise.runs import publications
 from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
@@ -218,14 +219,14 @@ async def measure_cost(subject: DoctorSubject) -> tuple[Speeds, float | None, in
 def _build_parts(subject: DoctorSubject) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
     config = subject.config
-    folder = build.publication_folder(
+    folder = publications.claim(
         Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
     )
     try:
         with closing(build.training_parts(config, subject.layout, "doctor", folder)) as parts:
             yield parts
     finally:
-        build.remove_publications(folder)
+        publications.release(folder)
 
 
 async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:

@@ -461,7 +461,7 @@ def _find_policy(policy: str, config: RunConfig) -> PolicyWeights:
             from groupwise.engine.models.adapters import adapter_folder
 
             adapter_folder(config.model)
-        return replace(weights, label=build.serving_label(config))
+        return replace(weights, label="base" if config.model.adapter is None else "base+adapter")
     return weights
 
 

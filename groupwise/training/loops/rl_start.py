@@ -22,6 +22,7 @@ from groupwise.core.errors import StoreError
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Policy, SamplingParams
+from groupwise.runs import publications
 from groupwise.runs.advice import DISTILLATION
 from groupwise.runs.curves import WARM_UP_SUMMARY
 from groupwise.runs.folder import SERVER_LOG, RunFolder
@@ -207,7 +208,7 @@ async def run_in(
     """Build the parts and train; the results are in the folder."""
     started_at = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)
-    publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
+    publish_folder = publications.claim(folder.path, build.publication_bytes(prepared.config))
     scorer = rollout_builder.build_scorer(
         prepared.config, prepared.task, prepared.tokenizer, prepared.rubric
     )
@@ -219,11 +220,18 @@ async def run_in(
         with show_progress(folder, prepared, resumption) as (progress, interruption):
             await asyncio.sleep(0)  # lets the workers start while the model is loaded
             starts = build.start_training(
-                prepared.config, prepared.layout, folder.name, publications
+                prepared.config, prepared.layout, folder.name, publish_folder
             )
             with closing(await load_parts(interruption, starts)) as parts:
                 run = assemble(
-                    folder, prepared, parts, scorer, rollouts, progress, interruption, publications
+                    folder,
+                    prepared,
+                    parts,
+                    scorer,
+                    rollouts,
+                    progress,
+                    interruption,
+                    publish_folder,
                 )
                 run.callbacks = callbacks
                 dropped = None
@@ -250,7 +258,7 @@ async def run_in(
         await rollouts.close()
         await scorer.close()
         await asyncio.gather(starting, return_exceptions=True)
-        build.remove_publications(publications)
+        publications.release(publish_folder)
 
 
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
@@ -270,7 +278,7 @@ def assemble(
     rollouts: RolloutKind,
     progress: Progress,
     interruption: Interruption,
-    publications: Path,
+    publish_folder: Path,
 ) -> TaskRun:
     """The run before its first step."""
     config = prepared.config
@@ -309,7 +317,7 @@ def assemble(
         interruption=interruption,
         policy=nothing_yet,
         serving=nothing_yet,
-        publications=publications,
+        publications=publish_folder,
     )
 
 

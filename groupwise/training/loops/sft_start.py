@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.types import Learner, Policy
-from groupwise.runs import checkpoints
+from groupwise.runs import checkpoints, publications
 from groupwise.runs.folder import RunFolder
 from groupwise.training import build, rollout_builder
 from groupwise.training.callbacks.base import Callbacks
@@ -165,7 +165,7 @@ async def _build_parts(
         with closing(await load_parts(interruption, starts)) as parts:
             yield parts.learner, None
         return
-    publications = build.publication_folder(
+    publish_folder = publications.claim(
         folder.path, build.publication_bytes(completion_prompts.config)
     )
     scorer = rollout_builder.build_scorer(
@@ -176,7 +176,7 @@ async def _build_parts(
     )
     try:
         starts = build.start_training(
-            completion_prompts.config, completion_prompts.layout, folder.name, publications
+            completion_prompts.config, completion_prompts.layout, folder.name, publish_folder
         )
         with closing(await load_parts(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
@@ -196,7 +196,7 @@ async def _build_parts(
     finally:
         await rollouts.close()
         await scorer.close()
-        build.remove_publications(publications)
+        publications.release(publish_folder)
 
 
 def _log_start(run: SftRun, prepared: SftPrepared) -> None:

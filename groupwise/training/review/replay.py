@@ -30,7 +30,7 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Group, Policy
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import choose_device, describe_processor, torch_version
-from groupwise.runs import checkpoints, find
+from groupwise.runs import checkpoints, find, publications
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord, StepRecord
@@ -273,10 +273,10 @@ def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str
 async def _replay(recording: _Recording) -> Replay:
     name = recording.path.name
     progress = Progress(f"{name}, replayed", recording.step + 1, start_step=recording.first)
-    with _scratch(recording) as (folder, publications), progress:
+    with _scratch(recording) as (folder, publish_folder), progress:
         progress.phase("loading")
         with closing(
-            build.training_parts(recording.config, recording.layout, folder.name, publications)
+            build.training_parts(recording.config, recording.layout, folder.name, publish_folder)
         ) as parts:
             config = recording.config
             run = Learning(
@@ -309,14 +309,14 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
     config = recording.config
     size = build.publication_bytes(config)
     with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as temp_folder:
-        publications = build.publication_folder(Path(temp_folder), size)
+        publish_folder = publications.claim(Path(temp_folder), size)
         try:
             with RunFolder.create(
                 Path(temp_folder), recording.path.name, resolved_values(config)
             ) as folder:
-                yield folder, publications
+                yield folder, publish_folder
         finally:
-            build.remove_publications(publications)
+            publications.release(publish_folder)
 
 
 async def _load_start(run: Learning, recording: _Recording) -> str | None:

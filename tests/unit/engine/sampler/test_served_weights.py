@@ -24,6 +24,7 @@ from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
+from groupwise.training.evaluation import evaluate
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_without_weights_the_policy_that_a_run_would_start_from_is_served(adapte
     given = str(adapter)
     assert drawn(adapter=given) == drawn(adapter) != drawn()
     labels = [
-        build.serving_label(load_config({"model": {"name": "tiny", **more}}).config)
+        evaluate._find_policy("base", load_config({"model": {"name": "tiny", **more}}).config).label
         for more in ({}, {"adapter": given})
     ]
     assert labels == ["base", "base+adapter"]
