@@ -22,7 +22,8 @@ from groupwise.engine.models.lora import AdaptedModel, fingerprint
 from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.build.start import start_serving
 from groupwise.training.config import load_config
 from groupwise.training.evaluation import evaluate
 
@@ -44,7 +45,7 @@ def drawn(weights=None, **model):
     request = GroupRequest(0, (40, 41), (1, 2, 3), SamplingParams(9))
 
     async def draw():
-        parts = await build.start_serving(config, layout, weights)
+        parts = await start_serving(config, layout, weights)
         return await parts.sampler.generate(request)
 
     return [each.token_ids for each in asyncio.run(draw())]
