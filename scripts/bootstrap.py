@@ -463,7 +463,7 @@ def install_pinned(*arguments: str) -> None:
 
 
 IMPORTED = (
-    "import torch, transformers.models.llama.modeling_llama, peft, numba, groupwise.training.build"
+    "import transformers.models.llama.modeling_llama, peft, numba, groupwise.training.build.workers"
 )
 
 
