@@ -12,7 +12,7 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.runs.store import Store
-from groupwise.training.build import start
+from groupwise.training.assembly import start
 from groupwise.training.checks import doctor_cost
 from groupwise.training.checks import init as module
 from groupwise.training.checks.init import init

@@ -327,7 +327,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     findings = (*_report_cut_rows(prepared), memory)
     if not measure or memory.level == "problem":
         return Cost(prepared.layout, (*findings, _skip_speed(memory)))
-    from groupwise.training.build.start import supervised_parts
+    from groupwise.training.assembly.start import supervised_parts
 
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
     unused_folder = Path(config.run.dir) / "init"
