@@ -165,9 +165,9 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             continue  # the teacher has something to say of equal rewards, too
         if learnt and rule.metric in FAULTS_UNLESS_LEARNT:
             continue
-        if rule.metric == LOGPROB_GAP and _updates_between(store):
-            continue  # the gap is then mostly what the step itself has learnt
         if value is not None and rule.holds(value) and applies:
+            if rule.metric == LOGPROB_GAP and _updates_between(store):
+                continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": rule.do})
