@@ -23,7 +23,9 @@ from statistics import median
 from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug, spread
 from benchmarks.work import W1, Work
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 WORKS = {"W1": W1, "small": Work((20, 30), 8, 8)}
 LAYOUTS = {"processes": 2, "threads": 1}
@@ -64,12 +66,12 @@ def measured(work: Work, threads: int, processes: int, repetitions: int) -> dict
     layout = placement.choose_layout(config, longest_prompt=work.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+        closing(training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
         return asyncio.run(_steps(parts, work, repetitions))
 
 
-async def _steps(parts: build.Parts, work: Work, repetitions: int) -> dict[str, Seconds]:
+async def _steps(parts: Parts, work: Work, repetitions: int) -> dict[str, Seconds]:
     found: dict[str, Seconds] = {
         kind: {phase: [] for phase in PHASES} for kind in ("quiet", "busy")
     }

@@ -41,7 +41,9 @@ from groupwise.runs import checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.record_segments import write_piece
 from groupwise.runs.store import Store
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import load_config
 from groupwise.training.loops.resume import find_resume_point
 from groupwise.training.loops.rl_prepare import prepare_rl
@@ -118,7 +120,7 @@ def stepping(work: Work) -> float:
     """A token of a completion is sampled and learnt from, by the tiny model with room for long texts, in this process."""
     prompt = [10 + number % 50 for number in range(work.longest)]
 
-    async def steps(parts: build.Parts) -> float:
+    async def steps(parts: Parts) -> float:
         await parts.sampler.load(await parts.learner.publish(0))
         await one_step(parts, [request(work, 0, prompt, 0)], 0)
         begun = time.process_time()
@@ -132,7 +134,7 @@ def stepping(work: Work) -> float:
         (model / "config.json").write_text(json.dumps(settings))
         config = config_of(work, "float32", threads=1, processes=1, model=str(model))
         layout = placement.choose_layout(config, longest_prompt=work.longest)
-        with closing(build.training_parts(config, layout, "growth", Path(folder))) as parts:
+        with closing(training_parts(config, layout, "growth", Path(folder))) as parts:
             return asyncio.run(steps(parts)) / work.sampled
 
 

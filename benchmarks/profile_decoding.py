@@ -26,7 +26,9 @@ from groupwise.core.types import GroupRequest, Sampler
 from groupwise.engine.models.native.linear import Linear
 from groupwise.engine.sampler.native.engine import CompiledAttention
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 HALF = Work(W1.prompts[::2], W1.members, W1.new_tokens)
 PARTS: tuple[str, ...] = ("products", "head", "attention", "drawing", "rest")
@@ -48,7 +50,7 @@ def main() -> None:
     layout = placement.choose_layout(config, longest_prompt=HALF.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+        closing(training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
         found = asyncio.run(measured(parts, given.repetitions))
     for part, each in found.items():
@@ -63,7 +65,7 @@ def main() -> None:
         print(f"stored in {file}")
 
 
-async def measured(parts: build.Parts, repetitions: int) -> dict[str, list[float]]:
+async def measured(parts: Parts, repetitions: int) -> dict[str, list[float]]:
     """Milliseconds of each part, and of all, in every repetition after one that is not counted."""
     await parts.sampler.load(await parts.learner.publish(0))
     tokens = [await decoded(parts.sampler, requests(HALF, n)) for n in range(repetitions + 1)][1:]

@@ -34,7 +34,8 @@ from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.load import read_model_config
 from groupwise.engine.models.machine import has_bfloat16, prepare_process
 from groupwise.engine.models.native.packed import Packed
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.start import training_parts
 
 MEMORY = 1 << 29
 """Bytes that each process reads to measure memory; far more than the caches hold."""
@@ -122,7 +123,7 @@ def measured_steps(dtype: str, repetitions: int) -> dict[str, list[float]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(
-            build.training_parts(config_of(W1, dtype), layout_of(dtype), "bench", Path(folder))
+            training_parts(config_of(W1, dtype), layout_of(dtype), "bench", Path(folder))
         ) as parts,
     ):
         return asyncio.run(measure(parts, repetitions))

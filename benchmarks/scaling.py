@@ -25,7 +25,9 @@ from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, config_of, machine, measure, one_step, requests, slug
 from benchmarks.work import Work
 from groupwise.core.terminal.plot import Series, svg_curve
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 Cell = dict[str, float]
 """Of one work: its `size` (what the sweep varies), seconds of `sampling` and `learning`, `peak_mib`, and how many `tokens` it samples."""
@@ -86,7 +88,7 @@ def measured(work: Work, repetitions: int) -> dict[str, float]:
     watch = Watch(os.getpid())
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+        closing(training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
         seconds, _ = asyncio.run(_steps(parts, work, repetitions, watch))
     return {
@@ -97,7 +99,7 @@ def measured(work: Work, repetitions: int) -> dict[str, float]:
     }
 
 
-async def _steps(parts: build.Parts, work: Work, repetitions: int, watch: Watch) -> Any:
+async def _steps(parts: Parts, work: Work, repetitions: int, watch: Watch) -> Any:
     seconds = await measure(parts, repetitions, work)
     with watch:
         return seconds, await one_step(parts, requests(work, repetitions + 1), repetitions + 1)

@@ -33,7 +33,9 @@ from groupwise.core.types import (
     Row,
     SamplingParams,
 )
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import RunConfig, load_config
 
 VOCABULARY = 40_000
@@ -55,7 +57,7 @@ def main() -> None:
     layout = placement.choose_layout(config, longest_prompt=W1.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+        closing(training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
         phases = asyncio.run(measure(parts, given.repetitions))
         peak = parts.peak_memory(layout.device)
@@ -74,7 +76,7 @@ def main() -> None:
         )
 
 
-async def measure(parts: build.Parts, repetitions: int, work: Work = W1) -> dict[str, list[float]]:
+async def measure(parts: Parts, repetitions: int, work: Work = W1) -> dict[str, list[float]]:
     """Seconds of each phase in each repetition, after one that is not counted."""
     phases: dict[str, list[float]] = {
         "sampling": [],
@@ -93,7 +95,7 @@ async def measure(parts: build.Parts, repetitions: int, work: Work = W1) -> dict
 
 
 async def one_step(
-    parts: build.Parts, requests: Sequence[GroupRequest], repetition: int
+    parts: Parts, requests: Sequence[GroupRequest], repetition: int
 ) -> dict[str, float]:
     """Seconds of each phase of one step, and how many `tokens` it sampled."""
     marks = [time.perf_counter()]

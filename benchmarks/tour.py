@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -336,12 +337,15 @@ def docs_section(first: TaskResult, seeds: Mapping[str, Any], described: Mapping
     ]
     minutes = " and ".join(f"{each['minutes']:.1f}" for _, each in sorted(seeds.items()))
     answers = "\n".join(f"{stage}\n{_indented(text)}" for stage, text in answers_of(first))
+    said = (
+        f"RL adds {' and '.join(gains)} to the held-out reward of the {of_before}. In all it took {minutes} minutes with "
+        f"{included}, on {_described(described)}. This prompt gained most:"
+    )
     return "\n".join(
         [
             f"![The reward of {first.task} over the steps of {stages}](../images/tour-{first.task}.svg)\n",
             table(rows, ["held-out prompts", *titles]),
-            f"\nThe RL stage adds {' and '.join(gains)} to the held-out reward of the {of_before}; {minutes} minutes in all, "
-            f"{included} included, on {_described(described)}. The prompt that gained most:\n",
+            "\n" + textwrap.fill(said, 140, break_long_words=False, break_on_hyphens=False) + "\n",
             f"```text\n{answers}\n```\n",
         ]
     )

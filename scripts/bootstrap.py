@@ -462,9 +462,7 @@ def install_pinned(*arguments: str) -> None:
     install("-c", str(CONSTRAINTS), "--build-constraint", str(CONSTRAINTS), *arguments)
 
 
-IMPORTED = (
-    "import torch, transformers.models.llama.modeling_llama, peft, numba, groupwise.training.build"
-)
+IMPORTED = "import transformers.models.llama.modeling_llama, peft, numba, groupwise.training.assembly.workers"
 
 
 def compile_ahead() -> None:

@@ -51,7 +51,7 @@ class Dapo(ScaledRewards, Clipped):
     soft_punish_factor: float = field(
         default=1.0,
         metadata={
-            "description": "Over-long shaping: what a rollout as long as the limit loses.",
+            "description": "Over-long shaping: how much reward a rollout as long as the limit loses.",
             "gt": 0.0,
         },
     )

@@ -93,7 +93,7 @@ class GroupRelative(NeedsNothing, ABC):
     kl_horizon: float = field(
         default=10_000.0,
         metadata={
-            "description": "Adaptive KL: rollouts in which beta moves by up to a fifth; larger is "
+            "description": "Adaptive KL: number of rollouts in which beta moves by up to a fifth; larger is "
             "slower.",
             "gt": 0.0,
             "needs": "kl_target",
@@ -118,8 +118,8 @@ class GroupRelative(NeedsNothing, ABC):
         default="none",
         metadata={
             "description": "Correct for differences between sampler and learner by a weight for each "
-            "token or rollout, truncated or masked above the cap. Costs another forward pass where a step makes several updates. none: "
-            "the clipped ratio itself is taken against the sampler. Default token_truncate for gspo, "
+            "token or rollout, truncated or masked above the cap. Costs another forward pass if a step makes several updates. none: "
+            "the clipped ratio itself compares the policy with the sampler. Default token_truncate for gspo, "
             "luspo and rloo, whose ratios of whole rollouts add up the differences.",
         },
     )
@@ -134,8 +134,8 @@ class GroupRelative(NeedsNothing, ABC):
     importance_sampling_floor: float = field(
         default=0.0,
         metadata={
-            "description": "Smallest weight of the importance sampling correction: those below become it with *_truncate, and 0 with "
-            "*_mask. 0: no such bound.",
+            "description": "Smallest weight of the importance sampling correction: smaller ones become this with *_truncate, and 0 with "
+            "*_mask. 0: no bound.",
             "ge": 0.0,
             "needs": "importance_sampling_correction",
         },
@@ -153,7 +153,7 @@ class GroupRelative(NeedsNothing, ABC):
         default=0.0,
         metadata={
             "description": "Entropy-based advantage shaping: what is added to a token's advantage for each nat of its entropy, at most "
-            "its absolute value divided by entropy_advantage_cap. 0: nothing.",
+            "the advantage's absolute value divided by entropy_advantage_cap. 0: nothing.",
             "ge": 0.0,
         },
     )

@@ -55,8 +55,8 @@ class PassAtK(Clipped):
     baseline: Baseline = field(
         default="mean",
         metadata={
-            "description": "mean: the best of k with an attempt, less that of all, divided by the spread. leave_one_out: less the best "
-            "without it.",
+            "description": "What the best of k with an attempt is compared with. mean: with the mean over all sets of k, divided by their "
+            "spread. leave_one_out: with the best of the same set without the attempt.",
         },
     )
 

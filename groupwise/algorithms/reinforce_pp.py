@@ -46,8 +46,8 @@ class ReinforcePp(Clipped):
     group_baseline: bool = field(
         default=False,
         metadata={
-            "description": "Take the mean of its group from each reward, before the step's spread "
-            "divides them. false: the mean of the step instead.",
+            "description": "Subtract the mean of its group from each reward, then divide by the spread of the step. "
+            "false: subtract the mean of the step.",
         },
     )
 

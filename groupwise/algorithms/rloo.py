@@ -57,8 +57,8 @@ class Rloo(Clipped):
         default=None,
         metadata={
             **TURN_DISCOUNT,
-            "description": "An advantage for each turn of a rollout, and the share of the next turn's return in its own. null: one for the "
-            "rollout.",
+            "description": "Gives each turn of a rollout its own advantage; this is the share of the next turn's return in a turn's "
+            "return. null: one advantage for the rollout.",
         },
     )
 

@@ -58,7 +58,7 @@ class Report:
         parts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
         skipped = len(self.of_level("skipped"))
         parts += [f"{skipped} could not be checked"] if skipped else []
-        return ", ".join(parts) or "nothing to complain of"
+        return ", ".join(parts) or "no problems found"
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from groupwise.tasks.rollouts.asking import Ask
 from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.prepare import expected_ranks
 from groupwise.training.config import LoadedConfig, RunConfig
 
 
@@ -93,7 +94,7 @@ class Sampler:
             top_p=top_p_value,
         )
         core = session.core.config
-        with by_own_names(session.config), build.expected_ranks(core):
+        with by_own_names(session.config), expected_ranks(core):
             return run_to_end(complete(core, chats, weights, params, seed_number))
 
 
@@ -124,6 +125,8 @@ async def complete(
 
     Raises UsageError for a prompt that the model has no room for.
     """
+    from groupwise.training.assembly.start import start_serving
+
     length = {"max_completion_length": params.max_tokens}
     config = config.model_copy(update={"eval": config.eval.model_copy(update=length)})
     tokenizer = prefork.load_tokenizer(config.model)
@@ -135,7 +138,7 @@ async def complete(
         prompt_set, params.max_tokens, prefork.prompt_room(config.model, params.max_tokens)
     )
     layout = placement.choose_layout(config, prompt_set.longest)
-    parts = await build.start_serving(config, layout, weights)
+    parts = await start_serving(config, layout, weights)
     stops = tuple(sorted({*params.stop_token_ids, *parts.stop_token_ids}))
     try:
         rollouts = Single(partial(completion_text, tokenizer))

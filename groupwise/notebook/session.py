@@ -28,7 +28,6 @@ from groupwise.notebook.rows import kind_of
 from groupwise.notebook.sampler import Sampler
 from groupwise.runs import find
 from groupwise.tasks.data.chat import Row, Rows
-from groupwise.training import build
 from groupwise.training.config import LoadedConfig, RunConfig
 
 
@@ -189,7 +188,11 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     train, test = prepare_datasets(config)
     session = Session(config, train, test, server)
     with by_own_names(config):
-        build.check_model(session.core.config)  # and rejects what the config forbids
+        core = session.core.config  # rejects what the config forbids
+        if core.model.backend == "tunix":
+            from groupwise.training.assembly.services import check_tunix
+
+            check_tunix(core)
     return session
 
 

@@ -84,12 +84,12 @@ class McpServer(Strict):
         None, "Which of its tools the policy is offered; null: all.", min_length=1
     )
     tool_prefix: str = setting(
-        "", "What stands before the names of its tools, where two servers have tools of one name."
+        "", "A prefix for the names of its tools, if two servers have a tool of the same name."
     )
     shared: bool = setting(
         False,
-        "One server for all rollouts of a worker, instead of one for each rollout. Saves its start where no rollout can leave "
-        "anything to another.",
+        "One server for all rollouts of a worker, instead of one for each rollout. This saves starts; use it only if no rollout "
+        "can leave anything to another.",
     )
     time_limit: float = setting(
         10.0, "Seconds for one call; one that takes longer is answered by an error.", gt=0
@@ -100,7 +100,9 @@ class McpServer(Strict):
         gt=0,
     )
     max_result_length: int = setting(
-        4000, "Most characters of a result that the policy sees; the rest is cut off.", ge=1
+        4000,
+        "Maximum number of characters of a result that the policy sees; the rest is cut off.",
+        ge=1,
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -97,8 +97,8 @@ class AlgorithmConfig(Strict):
 
     adaptive_kl: bool = setting(
         False,
-        f"Short for an adaptive penalty as usual: kl_target {TARGET:g}, and a beta that starts at {FIRST_BETA:g}. "
-        "What is given beside it stands.",
+        f"true: an adaptive KL penalty, with kl_target {TARGET:g} and a beta that starts at {FIRST_BETA:g}; "
+        "values that you set for these keys win.",
         on_resume="free",
     )
 

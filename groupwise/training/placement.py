@@ -17,7 +17,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.footprint import FLOAT, bytes_of
-from groupwise.engine.models.machine import available_cores
+from groupwise.engine.models.machine import available_cores, prepare_process, set_tf32, set_threads
 from groupwise.engine.models.plan import MICROBATCHES, LearningProcess
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
@@ -128,6 +128,26 @@ class Layout:
     def all_slots(self) -> int:
         """Total number of slots in all sampling processes."""
         return self.slots * self.sampling
+
+
+def apply_layout(layout: Layout) -> None:
+    """Set this process's number of threads, and the precision of the run's products.
+
+    With several processes, this one is the zygote, which keeps one thread: forks lose all others.
+    """
+    set_tf32(layout.tf32)
+    if layout.sharing == 1:
+        prepare_process(layout.threads_each)
+    else:
+        set_threads(1)
+
+
+def first_gpu(layout: Layout) -> int:
+    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners, unless they share them."""
+    if layout.shares_gpus:
+        return 0
+    launch = read_torchrun_rank()
+    return layout.learners if launch is None else launch.local_count
 
 
 def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:

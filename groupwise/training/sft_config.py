@@ -397,7 +397,7 @@ training:
 {tables}
 ## Keys as in `groupwise rl`
 
-These have the meaning and the default that they have in a [config of groupwise rl](configuration.md) ([data](configuration-data.md)):
+These mean the same and have the same default as in a [config of groupwise rl](configuration.md) ([data](configuration-data.md)):
 
 {shared}
 

@@ -179,7 +179,9 @@ def _added(processes: int, folder: Path) -> Pair:
 
     from groupwise.engine.distributed.multi_adapter import NewModel
     from groupwise.engine.models.config import LoraConfig
-    from groupwise.training import build, placement
+    from groupwise.training import placement
+    from groupwise.training.assembly.parts import ServingParts
+    from groupwise.training.assembly.start import models_over, start_base
     from groupwise.training.config import load_config
 
     config = load_config({"model": {"name": "tiny", "dtype": "float32"}}).config
@@ -189,9 +191,9 @@ def _added(processes: int, folder: Path) -> Pair:
         max_tokens_per_microbatch=4096,
     )  # fmt: skip
 
-    async def made() -> tuple[build.BaseParts, Any]:
-        base = await build.start_base(config, layout)
-        models = build.models_over(base, 2)
+    async def made() -> tuple[ServingParts, Any]:
+        base = await start_base(config, layout)
+        models = models_over(base, 2)
         for name, shape in (
             ("other", LoraConfig(r=2, target_modules=("q_proj",))),
             ("contract", LoraConfig(r=4, alpha=8)),
@@ -262,7 +264,8 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
 
 def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     """A worker in Tunix's environment, over a model of one of its families."""
-    from groupwise.training import build, placement
+    from groupwise.training import placement
+    from groupwise.training.assembly.start import start_training
     from groupwise.training.config import load_config
     from tests.tunix_models import model_of
 
@@ -275,7 +278,7 @@ def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
         }
     ).config
     layout = placement.choose_layout(config, 24)
-    parts = asyncio.run(build.start_training(config, layout, "contract", folder))
+    parts = asyncio.run(start_training(config, layout, "contract", folder))
     return _pair(
         parts.sampler,
         parts.learner,

@@ -12,7 +12,7 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.runs.store import Store
-from groupwise.training import build
+from groupwise.training.assembly import start
 from groupwise.training.checks import doctor_cost
 from groupwise.training.checks import init as module
 from groupwise.training.checks.init import init
@@ -39,8 +39,8 @@ def no_weights(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(build, "training_parts", refuse)
-    monkeypatch.setattr(build, "supervised_parts", refuse)
+    monkeypatch.setattr(start, "training_parts", refuse)
+    monkeypatch.setattr(start, "supervised_parts", refuse)
 
 
 def level(report, name: str) -> str:

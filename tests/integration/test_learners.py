@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import groupwise
 from groupwise.core.errors import WorkerLostError
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.training import build
+from groupwise.training.assembly import start
 from groupwise.training.loops import rl as loop
 from tests.forked_zygote import fork_peers
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
@@ -120,7 +120,7 @@ class Killed:
 
     def __init__(self, monkeypatch, rank: int, step: int, moment: str) -> None:
         self.processes: tuple[int, ...] = ()
-        made, commit, update = build.start_training, loop.commit, RankLearner.update
+        made, commit, update = start.start_training, loop.commit, RankLearner.update
 
         async def noted(*arguments):
             parts = await made(*arguments)
@@ -141,7 +141,7 @@ class Killed:
             kill(getattr(self, "step", 0), "update")
             return await update(learner, params)
 
-        monkeypatch.setattr(build, "start_training", noted)
+        monkeypatch.setattr(start, "start_training", noted)
         monkeypatch.setattr(loop, "commit", committed)
         monkeypatch.setattr(RankLearner, "update", updated)
 

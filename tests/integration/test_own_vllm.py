@@ -22,6 +22,7 @@ from groupwise.engine.sampler.servers import local_policy, nccl, spawned_server
 from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
 from groupwise.runs import publications
 from groupwise.training import placement
+from groupwise.training.assembly import servers
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.gloo_transfer import GlooGroup
@@ -213,7 +214,7 @@ def test_all_weights_are_trained_with_it(
     maps: bool,
 ) -> None:
     """It reads files, or maps weights on the learner's GPU if they can be mapped, and takes them again after a kill, or to evaluate."""
-    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: gpus)
+    monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: gpus)
     monkeypatch.setattr(local_policy, "gpu_uuid", lambda _: GPU)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     given = {**settings(tmp_path, python), "lora": None}
@@ -236,7 +237,7 @@ def test_all_weights_are_trained_with_it(
 @pytest.fixture
 def broadcast(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The settings of a run whose server gets all weights by a group, of gloo in NCCL's place."""
-    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: OTHER)
+    monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: OTHER)
     monkeypatch.setattr(placement, "_refuse_transfer_without_gpu", lambda *_: None)
     monkeypatch.setattr(nccl, "NcclGroup", GlooGroup)
     given = {**settings(tmp_path, python), "lora": None}
@@ -305,7 +306,7 @@ def test_a_server_that_maps_no_weights_reads_the_files(
     refused: str,
 ) -> None:
     """As older releases do; it is said once."""
-    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: SHARED)
 
     async def be_older(path: str, _: Any) -> Response | None:
         return refusal(500, "unexpected keyword argument") if path == refused else None
@@ -334,7 +335,7 @@ def test_a_server_that_takes_no_weights_is_not_left_paused(
 def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: SHARED)
     monkeypatch.setenv(
         "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
     )

@@ -26,7 +26,7 @@ from groupwise.cli.main import main
 from groupwise.core.errors import RunError
 from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.runs.store import Store
-from groupwise.training import build
+from groupwise.training.assembly import start
 from groupwise.training.loops import rl as loop
 from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_zygotes
@@ -150,7 +150,7 @@ def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, t
 def test_a_rank_that_dies_ends_the_run(uninterrupted, tmp_path, monkeypatch):
     """It goes on with as many processes, or with others, of which it warns."""
     processes: list[int] = []
-    commit, made = loop.commit, build.start_training
+    commit, made = loop.commit, start.start_training
 
     async def noted(*arguments):
         parts = await made(*arguments)
@@ -165,7 +165,7 @@ def test_a_rank_that_dies_ends_the_run(uninterrupted, tmp_path, monkeypatch):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "start_training", noted)
+        patch.setattr(start, "start_training", noted)
         patch.setattr(loop, "commit", committed)
         with pytest.raises(RunError, match=r"worker 2 of 2 ended: SIGKILL(.|\n)*--resume"):
             groupwise.rl(ranked(tmp_path), TOY)

@@ -28,7 +28,7 @@ from groupwise.engine.distributed.sampler import RankSampler
 from groupwise.engine.distributed.sampler_workers import MAX_CONSECUTIVE_ENDS, SamplerWorkers
 from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.training import build
+from groupwise.training.assembly import start
 from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_peers
 from tests.integration.test_learners import (
@@ -75,14 +75,14 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=SOAK), 1])
 def test_the_run_of_one_process_to_the_bit(alone, tmp_path, monkeypatch, lag):
     """Where nothing is sampled there are no keys and values, where nothing is learnt no optimiser."""
-    found, made = {}, build._parts_of_halves
+    found, made = {}, start._parts_of_halves
 
     def noted(learners, samplers, **more):
         for name, half in (("learners", learners), ("samplers", samplers)):
             found[name] = half.call_all_now("parts_there")
         return made(learners, samplers, **more)
 
-    monkeypatch.setattr(build, "_parts_of_halves", noted)
+    monkeypatch.setattr(start, "_parts_of_halves", noted)
     monkeypatch.setattr(WorkerState, "parts_there", parts_there, raising=False)
     assert groupwise.rl(apart(tmp_path, max_off_policy_steps=lag), TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
@@ -250,14 +250,14 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
 )
 def test_a_killed_learner_ends_the_run(alone, tmp_path, monkeypatch, learners, rank, step, moment):
     """The samplers, too."""
-    before, processes, made = below(os.getpid()), [], build._parts_of_halves
+    before, processes, made = below(os.getpid()), [], start._parts_of_halves
 
     def noted(*halves, **more):
         processes.extend({*below(os.getpid())} - {*before})
         return made(*halves, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_parts_of_halves", noted)
+        patch.setattr(start, "_parts_of_halves", noted)
         lost_by_a_kill(apart(tmp_path, learners), patch, rank, step, moment)
     assert len(processes) == learners + 2
     assert all_gone(processes)

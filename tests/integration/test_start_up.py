@@ -23,7 +23,7 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.engine.models import load
 from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
-from groupwise.training import build
+from groupwise.training.assembly import prepare
 from groupwise.training.loops import start
 from tests.chat import write_qwen_tokenizer
 from tests.forked_zygote import fork_zygotes
@@ -43,7 +43,7 @@ BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hu
 BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
 BY_ARITHMETIC += ("groupwise.training.callbacks.sinks", "groupwise.engine.models.hub_queue")
 BY_ARITHMETIC += ("groupwise.engine.distributed.rpc", "groupwise.engine.models.hub_push")
-BY_ARITHMETIC += ("groupwise.core.terminal.progress",)
+BY_ARITHMETIC += ("groupwise.core.terminal.progress", "groupwise.training.assembly.start")
 BY_ARITHMETIC += ("groupwise.api.client.errors", "groupwise.api.schemas.problems")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
@@ -61,7 +61,7 @@ def test_the_processes_of_ranks_are_begun_before_anything_else(command, tmp_path
     def begin(config):
         raise Begun
 
-    monkeypatch.setattr(build, "expect_ranks", begin)
+    monkeypatch.setattr(prepare, "expect_ranks", begin)
     settings = {"model": {"name": "./nowhere"}, "run": {"dir": str(tmp_path)}}
     with pytest.raises(Begun):
         getattr(groupwise, command)(settings, "no_such_task.py")
@@ -69,7 +69,7 @@ def test_the_processes_of_ranks_are_begun_before_anything_else(command, tmp_path
 
 
 def test_a_dry_run_begins_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "expect_ranks", lambda config: pytest.fail("begun"))
+    monkeypatch.setattr(prepare, "expect_ranks", lambda config: pytest.fail("begun"))
     assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
 
 

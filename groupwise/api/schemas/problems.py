@@ -56,7 +56,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     # what is asked for
     "unknown_group": Kind(
-        404, "No such group", "No group of this server has this id, or is the one that was echoed."
+        404,
+        "No such group",
+        "No group of this server has this id, or matches the completions that were sent.",
     ),
     "unknown_checkpoint": Kind(404, "No such checkpoint", "There is no checkpoint of this name."),
     "unknown_version": Kind(
@@ -124,10 +126,10 @@ KINDS: Mapping[str, Kind] = {
     "auto_mode": Kind(
         409,
         "Steps are taken automatically",
-        "The run was started with `steps: auto`; /step takes the groups that it names, and none without.",
+        "The run was started with `steps: auto`; /step then takes only the groups that the request names.",
     ),
     "nothing_to_train": Kind(
-        409, "Nothing to train", "No rewarded group waits, so that there is no step to be taken."
+        409, "Nothing to train", "No rewarded group waits, so there is no step to take."
     ),
     "checkpoint_exists": Kind(
         409, "The name is taken", "There is a checkpoint of this name already; choose another one."
@@ -154,7 +156,7 @@ KINDS: Mapping[str, Kind] = {
     "group_in_use": Kind(
         409,
         "The group is part of a step",
-        "It is rewarded, planned or trained already, so that it can be neither given up nor named for another step.",
+        "It is already rewarded, planned or trained, so it can neither be given up nor named for another step.",
     ),
     "already_rewarded": Kind(
         409,

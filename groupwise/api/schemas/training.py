@@ -318,8 +318,8 @@ class StartRequest(Body):
     )
     run_name: str | None = Field(
         default=None,
-        description="Name of the run and of its folder, with `-2`, `-3` … where it is taken; null: after the model. A run that continues "
-        "keeps its own.",
+        description="Name of the run and of its folder, with `-2`, `-3` … if it is taken; null: named after the model. A run that "
+        "continues keeps its own.",
         pattern=NAME_PATTERN,
         max_length=MAX_NAME,
     )

@@ -44,7 +44,7 @@ class SampledDistributedConfig(DistributedConfig):
 
     samplers: int = setting(
         0,
-        "Processes that only sample, on the GPUs of this machine after the learners'. If there are none and "
+        "Processes that only sample, on the GPUs of this machine after the learners'. If no GPU is left and "
         "training.max_off_policy_steps is at least 1, they use the learners' GPUs. Learners then only learn, and with "
         "training.max_off_policy_steps both work at the same time. A sampler that ends is replaced. 0: learners sample.",
         on_resume="warn",
@@ -52,8 +52,8 @@ class SampledDistributedConfig(DistributedConfig):
     )
     sampler_timeout: float = setting(
         SAMPLER_TIMEOUT,
-        "Seconds without a sign of life after which a sampler is killed and replaced. It gives one after each token, so this must be "
-        "longer than its longest single piece of work: reading weights, or computing prompts.",
+        "Seconds without a sign of life after which a sampler is killed and replaced. A sampler gives one after each token, so this must "
+        "be longer than its longest single piece of work: reading weights, or computing prompts.",
         on_resume="free",
         gt=0,
     )

@@ -91,29 +91,34 @@ class FleetSettings(Strict):
     )
     nats_url: Annotated[str | None, AfterValidator(_check_nats)] = setting(
         None,
-        "URL of NATS, which wakes dispatchers and receives the ends of jobs; `off`: without; null: without for an embedded fleet, "
-        f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
+        "URL of NATS, which wakes dispatchers and receives the ends of jobs; `off`: no NATS; null: none for an embedded fleet, "
+        f"{DEFAULT_NATS} otherwise. No job is lost if NATS is away.",
         min_length=1,
     )
-    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0, le=MAX_SECONDS)
+    poll_seconds: float = setting(
+        15.0, "Seconds between two looks at a machine.", gt=0, le=MAX_SECONDS
+    )
     sweep_seconds: float = setting(
         2.0,
-        "Between two looks at the queue, for jobs that no message announced.",
+        "Seconds between two looks at the queue, for jobs that no message announced.",
         gt=0,
         le=MAX_SECONDS,
     )
     requeue_seconds: float = setting(
-        60.0, "Between two comparisons of all attempts with their machines.", gt=0, le=MAX_SECONDS
+        60.0,
+        "Seconds between two comparisons of all attempts with their machines.",
+        gt=0,
+        le=MAX_SECONDS,
     )
     lease_seconds: float = setting(
         25.0,
-        "Silence of a dispatcher after which another one takes over its attempts; at most 120.",
+        "Seconds of silence of a dispatcher after which another one takes over its attempts; at most 120.",
         ge=1,
         le=120,
     )
     trust_on_first_use: bool = setting(
         False,
-        "Whether the first host key that a machine shows is pinned without anybody having looked at it.",
+        "Whether the first host key that a machine shows is pinned without anybody confirming it.",
     )
     ship_logs: str | None = setting(
         None,
@@ -126,31 +131,32 @@ class FleetSettings(Strict):
     )
     allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_check_patterns)] = setting(
         secrets.DEFAULT_PATTERNS,
-        "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
-        "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
+        "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; paths of "
+        "files start in the fleet's folder, unless absolute. No link is followed out of the folder that is named.",
     )
     keep_completed_hours: float = setting(
         24.0,
-        "How long the working folder of an attempt that succeeded stays on its machine, at least 1.",
+        "Hours for which the working folder of a successful attempt stays on its machine, at least 1.",
         ge=1,
         le=MAX_HOURS,
     )
     keep_failed_hours: float = setting(
         72.0,
-        "How long those of all other attempts stay there, for people who look into them, at least 1.",
+        "Hours for which the folders of all other attempts stay there, so that people can look into them, at least 1.",
         ge=1,
         le=MAX_HOURS,
     )
     keep_checkpoints: int = setting(
         2,
-        "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt continues from stays as long as it does.",
+        "Number of copied checkpoints of each job that are kept, the newest ones; the one that an attempt continues from stays as "
+        "long as the attempt.",
         ge=1,
         le=10_000,
     )
     concurrency: int = setting(
         64,
-        "Machines at once that a poller looks at, or a dispatcher compares with what should be; those that did not answer have as many "
-        "places of their own, 64 at most. What drives a job is not counted.",
+        "Machines that a poller looks at, or a dispatcher compares with the database, at the same time. Machines that did not answer have "
+        "as many places of their own, at most 64. Work on a job is not counted.",
         ge=1,
         le=10_000,
     )

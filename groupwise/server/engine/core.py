@@ -77,7 +77,10 @@ from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import group_of
-from groupwise.training import build, rollout_builder
+from groupwise.training import rollout_builder
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.prepare import build_algorithm, check_stop_tokens, expect_ranks
+from groupwise.training.assembly.start import publication_folder, start_training
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
 from groupwise.training.loops.drawing import check_served
 from groupwise.training.loops.metrics import Timings
@@ -116,7 +119,7 @@ class _LoadedRun:
 
     run: ServedRun
     prepared: _Prepared
-    parts: build.Parts
+    parts: Parts
     progress: Phase
     longest_prompt: int
     longest_token: int
@@ -171,7 +174,7 @@ class EngineCore:
     async def _load_run(self, request: OpenRun) -> Opened:
         loaded = load_config(dict(request.config))
         refuse_on_server(loaded.config)
-        build.expect_ranks(loaded.config)
+        expect_ranks(loaded.config)
         self._scope.callback(prefork.end_zygote)
         point = find_resume_point(loaded, True, request.run) if request.run is not None else None
         manifests, self._undone_metrics = _committed_steps(point)
@@ -181,13 +184,12 @@ class EngineCore:
         resumption = check_resume(point, prepared) if point is not None else None
         folder, prepared = self._open_run_folder(prepared, point)
         config = prepared.config
-        publications = build.publication_folder(folder.path, build.publication_bytes(config))
-        self._scope.callback(build.remove_publications, publications)
+        publish_folder = self._scope.enter_context(publication_folder(config, folder.path))
         progress = Phase(folder.name, prepared.max_steps)
         self._scope.callback(progress.close)
-        parts = await build.start_training(config, prepared.layout, folder.name, publications)
+        parts = await start_training(config, prepared.layout, folder.name, publish_folder)
         self._scope.callback(parts.close)
-        run = _assemble_run(prepared, folder, parts, progress, publications)
+        run = _assemble_run(prepared, folder, parts, progress, publish_folder)
         if resumption is not None:
             restore_checkpoint(run, prepared, resumption)
         elif request.start_from is not None:
@@ -590,8 +592,8 @@ def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
-    build.check_stop_tokens(config, tokenizer)
-    algorithm = build.build_algorithm(config)
+    check_stop_tokens(config, tokenizer)
+    algorithm = build_algorithm(config)
     try:
         algorithm.check(rollout_builder.longest_written(config), (PART,))
     except ValueError as error:
@@ -619,14 +621,18 @@ def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
 
 
 def _assemble_run(
-    prepared: _Prepared, folder: RunFolder, parts: build.Parts, progress: Phase, publications: Path
+    prepared: _Prepared,
+    folder: RunFolder,
+    parts: Parts,
+    progress: Phase,
+    publish_folder: Path,
 ) -> ServedRun:
     config = prepared.config
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
     return ServedRun(
         config=config,
         max_steps=prepared.max_steps,
-        algorithm=build.build_algorithm(config),
+        algorithm=build_algorithm(config),
         sampler=parts.sampler,
         learner=parts.learner,
         tokenizer=prepared.tokenizer,
@@ -636,7 +642,7 @@ def _assemble_run(
         interruption=Interruption(),
         policy=nothing_yet,
         serving=nothing_yet,
-        publications=publications,
+        publications=publish_folder,
     )
 
 

@@ -1,8 +1,8 @@
 """Sampler and learner of this engine for a training loop in another process: built as for a local loop, and called one by one.
 
-These are the parts that `groupwise.training.build` makes for a run, with the same layout, ranks and numbers, so a loop that drives them
-over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are stored where the
-loop runs. Paths sent by the loop are relative to the parts' folder and stay inside it.
+These are the parts that `groupwise.training.assembly.start` makes for a run, with the same layout, ranks and numbers, so a loop that drives
+them over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are stored where
+the loop runs. Paths sent by the loop are relative to the parts' folder and stay inside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import available_cores
 from groupwise.engine.sampler.rules import refuse_changed_draws
 from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly import start
+from groupwise.training.assembly.parts import LearningParts, Parts, ServingParts
+from groupwise.training.assembly.prepare import expect_ranks, refuse_servers
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.loops.rl_prepare import training_layout
 from groupwise.training.placement import Layout
@@ -49,7 +52,7 @@ from groupwise.training.sft_config import SftConfig, load_sft_config
 PUBLISHED = "published"
 """Subfolder of the parts' folder for the weights that the learner publishes."""
 
-BuiltParts = build.Parts | build.LearningParts | build.ServingParts
+BuiltParts = Parts | LearningParts | ServingParts
 PER_TOKEN = ("mask", "sampling_logprobs", "reference_logprobs", "proximal_logprobs", "credits")
 """Fields of a row that are as long as its completion, or as its targets if it names any."""
 MAX_SEEDS = 4096
@@ -65,13 +68,13 @@ class _OpenedParts:
 
     @property
     def sampler(self) -> Sampler:
-        if isinstance(self.parts, build.LearningParts):
+        if isinstance(self.parts, LearningParts):
             raise UsageError("These parts were opened as `supervised` and have no sampler.")
         return self.parts.sampler
 
     @property
     def learner(self) -> Learner:
-        if isinstance(self.parts, build.ServingParts):
+        if isinstance(self.parts, ServingParts):
             raise UsageError("These parts were opened as `serving` and have no learner.")
         return self.parts.learner
 
@@ -113,18 +116,18 @@ class EngineParts:
                     "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
                 )
             layout = _choose_layout(request.kind, config, request.longest_prompt)
-            build.expect_ranks(config)
+            expect_ranks(config)
             self._scope.callback(prefork.end_zygote)
             published = folder / PUBLISHED
             if isinstance(config, SftConfig):
-                parts = await build.start_supervised(config, layout, request.run, published)
+                parts = await start.start_supervised(config, layout, request.run, published)
             elif request.kind == "training":
-                parts = await build.start_training(config, layout, request.run, published)
+                parts = await start.start_training(config, layout, request.run, published)
             else:
                 weights = None if request.weights is None else Path(request.weights)
-                parts = await build.start_serving(config, layout, weights)
+                parts = await start.start_serving(config, layout, weights)
             self._scope.callback(parts.close)
-            stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
+            stops = () if isinstance(parts, LearningParts) else parts.stop_token_ids
             self._opened = _OpenedParts(
                 parts, folder, prefork.vocabulary(config.model), layout.key_length
             )
@@ -181,7 +184,7 @@ class EngineParts:
     async def _rest_sampler(self) -> None:
         """Let the sampler leave the device to the learner, if the layout says so: the loop that calls cannot ask for it."""
         parts = self._ready_parts.parts
-        if isinstance(parts, build.Parts) and isinstance(parts.sampler, SharesDevice):
+        if isinstance(parts, Parts) and isinstance(parts.sampler, SharesDevice):
             await parts.sampler.rest()
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
@@ -250,7 +253,7 @@ def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig 
         refuse_own(cast("Mapping[str, Any]", section).get("type"))
     parts_config = loader(config).config
     if isinstance(parts_config, RunConfig):
-        build.refuse_servers(parts_config, "a training server samples itself")
+        refuse_servers(parts_config, "a training server samples itself")
     return parts_config
 
 

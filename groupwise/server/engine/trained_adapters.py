@@ -45,7 +45,10 @@ from groupwise.server.engine.tinker_protocol import (
     SampleResult,
     Stored,
 )
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.prepare import expect_ranks
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from groupwise.training.placement import Layout
 
@@ -62,7 +65,7 @@ class Shared:
     name: str
     model: ModelConfig
     trains_all: bool
-    parts: build.Parts
+    parts: Parts
     layout: Layout
 
 
@@ -134,7 +137,7 @@ class EngineModels:
                         "Stop it first, or have it train an adapter."
                     )
             if self._opened is None and shared is not None:
-                models = build.models_over(shared.parts, request.most + SAMPLERS, shared.name)
+                models = models_over(shared.parts, request.most + SAMPLERS, shared.name)
                 stops, most = shared.parts.stop_token_ids, request.most - 1
                 self._opened = _describe_base(
                     request, shared.model, shared.layout, models, stops, most
@@ -152,13 +155,13 @@ class EngineModels:
                 "run": {"name": "models"},
             }
         ).config
-        build.expect_ranks(config)
+        expect_ranks(config)
         self._scope.callback(prefork.end_zygote)
         longest = min(request.longest, prefork.prompt_room(config.model, 0))
         layout = placement.choose_layout(config, longest - 1)
-        parts = await build.start_base(config, layout)
+        parts = await start_base(config, layout)
         self._scope.callback(parts.close)
-        models = build.models_over(parts, request.most + SAMPLERS)
+        models = models_over(parts, request.most + SAMPLERS)
         return _describe_base(
             request, config.model, layout, models, parts.stop_token_ids, request.most
         )

@@ -87,7 +87,7 @@ GroupIdInPath = Annotated[
 
 
 async def give_up(group_id: GroupIdInPath, context: Context) -> Response:
-    """Give a group up, which will not be rewarded: its place is free for another."""
+    """Give up a group that will not be rewarded; its place is then free for another."""
     await context.service.give_up(group_id)
     return json_response(GivenUpAnswer(group_id=group_id))
 

@@ -14,7 +14,7 @@ Generated problems have five levels:
     1    a sum or difference of numbers up to 50                   23 + 18
     2    … of two digits, or a product up to 12 × 12               81 - 37, 7 × 8
     3    three numbers, of which two are multiplied                14 + 6 × 9
-    4    brackets, and divisions without a rest                    (12 + 9) × 4 - 7, (32 + 24) ÷ 8
+    4    brackets, and divisions without a remainder               (12 + 9) × 4 - 7, (32 + 24) ÷ 8
     5    a sum, difference or product of two fractions             2/3 + 3/4
 
 No problem occurs twice, within a split or across splits; generated problems that differ only in the order of summands or factors

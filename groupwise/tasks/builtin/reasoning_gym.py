@@ -61,7 +61,7 @@ class Dataset(Strict):
         None, "Level of its curriculum, from 0; null: the defaults of its parameters.", ge=0
     )
     parameters: dict[str, Any] = setting(
-        {}, "Fields of the dataset's configuration; they replace what the level says."
+        {}, "Fields of the dataset's configuration; they override those of the level."
     )
 
 

@@ -56,8 +56,8 @@ CRITERION = ("description", "criterion", "content", "requirement", "text", "titl
 OVERLAP = "rubric_overlap"
 INSTRUCTION = "Answer the question in one or two sentences."
 WARNING = (
-    "task.rubric_in_prompt: the model reads the rubric that its answer is rewarded by. rubric_overlap therefore counts no word of the "
-    "prompt, and pays for the likeness of the other words to the reference; take a judge to reward by a rubric that the model reads."
+    "task.rubric_in_prompt: the model reads the rubric by which its answer is rewarded. So rubric_overlap ignores all words of the prompt, "
+    "and rewards how similar the other words are to the reference. To reward by a rubric that the model reads, use a judge."
 )
 
 

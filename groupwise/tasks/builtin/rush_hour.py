@@ -79,7 +79,7 @@ class TaskConfig(TaskSection):
     show_optimum: bool = setting(False, "Say in the prompt how many moves are enough.")
     show_moves: bool = setting(
         False,
-        "List in the prompt the moves that are possible at first, for models that cannot see them.",
+        "List the possible first moves in the prompt, for models that cannot find them.",
     )
     reward: Literal["shaped", "exact"] = setting(
         "shaped", "rush_solution_shaped, which also pays for progress, or rush_solution_exact."

@@ -74,8 +74,12 @@ class TaskConfig(TaskSection):
         "Tokens above which a completion counts as over-length, below sampler.max_completion_length; null: three quarters of that.",
         ge=1,
     )
-    min_history: int = setting(1, "Fewest earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
-    max_history: int = setting(4, "Most earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
+    min_history: int = setting(
+        1, "Minimum number of earlier guesses in a prompt.", ge=1, le=GUESSES - 1
+    )
+    max_history: int = setting(
+        4, "Maximum number of earlier guesses in a prompt.", ge=1, le=GUESSES - 1
+    )
     choices: int | None = setting(
         None,
         "Number of words shown in the prompt, one of them the secret, for models that know few words; null: none.",
@@ -89,7 +93,8 @@ class TaskConfig(TaskSection):
         None, "File with the words that may be the secret, one in each line; null: 877 common ones."
     )
     dictionary: str | None = setting(
-        None, "File with the words that are real, likewise; the secrets are so in any case."
+        None,
+        "File with the real words, one in each line; null: 5,098 words. Secrets always count as real.",
     )
     seed: int = setting(0, "Seed of the examples; the run has a seed of its own.", ge=0)
 

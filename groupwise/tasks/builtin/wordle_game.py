@@ -7,11 +7,11 @@ most; their weights are in `task.weights`:
     won             1      the secret was found
     format          0.2    share of the turns in which there is a guess
     dictionary      0.2    … a real word
-    repeated       -0.5    … one that was guessed before, be it a real word or not
+    repeated       -0.5    … one that was guessed before, whether it is a real word or not
     constraints     0.1    mean over the turns: share of the marked turns before it whose marks allow the guess
     all_satisfied   0.2    share of the turns whose guess all marks before it allow
 
-Everybody is asked the same, so that rows differ in their secret alone. No secret of the training rows is one of the held-out ones.
+All prompts are the same, so rows differ only in their secret. No secret of the training rows is one of the held-out ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TaskConfig(TaskSection):
 
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
     train_size: int | None = setting(
-        None, "Training games; null: one for each secret of the training.", ge=1
+        None, "Training games; null: one for each training secret.", ge=1
     )
     guesses: int = setting(GUESSES, "Guesses of a game.", ge=1, le=GUESSES)
     choices: int | None = setting(
@@ -75,7 +75,8 @@ class TaskConfig(TaskSection):
         None, "File with the words that may be the secret, one in each line; null: 877 common ones."
     )
     dictionary: str | None = setting(
-        None, "File with the words that are real, likewise; the secrets are so in any case."
+        None,
+        "File with the real words, one in each line; null: 5,098 words. Secrets always count as real.",
     )
     seed: int = setting(0, "Seed of the examples; the run has a seed of its own.", ge=0)
 

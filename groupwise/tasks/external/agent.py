@@ -47,7 +47,7 @@ class AgentConfig(Strict):
     )
     max_output_length: int = setting(
         10_000,
-        "Most characters that are kept of each: its output, its errors (the last ones), a file (the first ones).",
+        "Maximum number of characters kept of its output, of its errors (the last ones), and of each file (the first ones).",
         ge=1,
     )
 

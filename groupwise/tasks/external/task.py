@@ -36,7 +36,7 @@ class ExternalTaskConfig(BaseModel):
     eval_args: dict[str, Any] | None = Field(
         default=None,
         description="Arguments of evaluation, whose examples are then all held out. null: the environment's own held-out "
-        f"examples, or where it has none every {HELD_OUT_EVERY}th one, which is then not trained on.",
+        f"examples, or if it has none every {HELD_OUT_EVERY}th one, which is then not trained on.",
     )
     environment: str | None = Field(
         default=None,
@@ -53,7 +53,7 @@ class ExternalTaskConfig(BaseModel):
     )
     max_examples: int = Field(
         default=10_000,
-        description="Most examples that are read of a split; some have no end.",
+        description="Maximum number of examples read from a split; some splits are endless.",
         ge=1,
     )
 

@@ -37,7 +37,7 @@ class CrosswordAccuracy:
 
     answer_column: str | None = None
     mode: Mode = "any"
-    """any: the letters follow each other, with anything between them. contiguous: the words follow each other, perhaps inside
+    """any: the letters follow each other, with anything but letters between them. contiguous: the words follow each other, perhaps inside
     longer ones. word: they are words of their own."""
     scaled: bool = False
     """Multiply by the share of the four tags that occur and by the ramp, so that blurting the answer out earns little."""

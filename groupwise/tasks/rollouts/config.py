@@ -31,7 +31,7 @@ class RolloutConfig(Strict):
     max_answer_length: int = setting(100, "two_stage: longest answer in tokens.", ge=1)
     reasoning_end: str = setting(
         "</think>",
-        "two_stage: the text that ends the reasoning; it is inserted where the policy did not write it.",
+        "two_stage: the text that ends the reasoning; it is inserted if the policy did not write it.",
         min_length=1,
     )
     answer_start: str = setting(

@@ -30,8 +30,9 @@ from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.rollouts.seeds import member_seed
-from groupwise.training import build, rollout_builder
-from groupwise.training.build import Parts
+from groupwise.training import rollout_builder
+from groupwise.training.assembly import prepare
+from groupwise.training.assembly.parts import Parts
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import spread
 from groupwise.training.checks.doctor_cost import Speeds
@@ -118,7 +119,7 @@ def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
     # This machine is examined, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
-    build.refuse_services(config, "the doctor examines this machine")
+    prepare.refuse_services(config, "the doctor examines this machine")
     tokenizer = load_tokenizer(config.model)
     examples = _task_examples(config, task) if task else _builtin_examples(tokenizer)
     prompts = tokenise(
@@ -217,15 +218,14 @@ async def measure_cost(subject: DoctorSubject) -> tuple[Speeds, float | None, in
 @contextmanager
 def _build_parts(subject: DoctorSubject) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
+    from groupwise.training.assembly.start import publication_folder, training_parts
+
     config = subject.config
-    folder = build.publication_folder(
-        Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
-    )
-    try:
-        with closing(build.training_parts(config, subject.layout, "doctor", folder)) as parts:
-            yield parts
-    finally:
-        build.remove_publications(folder)
+    with (
+        publication_folder(config, Path(config.run.dir) / f"doctor-{os.getpid()}") as folder,
+        closing(training_parts(config, subject.layout, "doctor", folder)) as parts,
+    ):
+        yield parts
 
 
 async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:

@@ -29,7 +29,7 @@ from groupwise.engine.models.probes import free_memory
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.tasks.contract import Task, load_task, require
 from groupwise.tasks.rollouts.teacher import read_lessons
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import placement, rollout_builder
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
@@ -245,13 +245,17 @@ def _report_dropped(prepared: RlPrepared) -> Iterator[Finding]:
             "warning",
             f"{dropped:,} of {dropped + kept:,} examples: their prompts are longer than data.max_prompt_length",
             "they are not trained on",
-            "raise it, where the model has room, or shorten the prompts",
+            "raise it if the model has room, or shorten the prompts",
             {"dropped": dropped, "kept": kept},
         )
 
 
 def _skip_speed(memory: Finding) -> Finding:
-    why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
+    why = (
+        "the model does not fit into the free memory"
+        if memory.level == "problem"
+        else "--no-measure was given"
+    )
     return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
 
 
@@ -323,9 +327,11 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     findings = (*_report_cut_rows(prepared), memory)
     if not measure or memory.level == "problem":
         return Cost(prepared.layout, (*findings, _skip_speed(memory)))
+    from groupwise.training.assembly.start import supervised_parts
+
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
     unused_folder = Path(config.run.dir) / "init"
-    with closing(build.supervised_parts(config, layout, "init", unused_folder)) as parts:
+    with closing(supervised_parts(config, layout, "init", unused_folder)) as parts:
         speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
         peak = parts.peak_memory(layout.device)
     speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)

@@ -62,7 +62,7 @@ PIPELINE = "preprocessing_pipeline"
 OF_INIT = '"""Written by groupwise init:'
 """How the module with copied functions begins; no other file is overwritten."""
 
-KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
+KeyStatus = Literal["taken", "default", "no effect", "no equivalent", "unread"]
 """The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
@@ -107,7 +107,7 @@ class Translation:
         """Report that a key means something else here, or has no effect."""
         self.findings.append(Finding(self.as_written(name), "ok", text))
 
-    def lose(self, name: str, text: str, status: KeyStatus = "no equal") -> None:
+    def lose(self, name: str, text: str, status: KeyStatus = "no equivalent") -> None:
         """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(self.as_written(name), "warning", text))
         if name in self.settings or status == "unread":
@@ -286,7 +286,7 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
             translation.settings[name] = parsed_value
     elif name in NO_EQUAL:
         translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
-        translation.key_statuses[name] = "no equal"
+        translation.key_statuses[name] = "no equivalent"
     elif has_no_effect:
         translation.key_statuses[name] = "no effect"
     else:
@@ -470,7 +470,7 @@ def _translate_lora(translation: Translation) -> None:
             None,
             translation.origin(source_key)
             if source_key in translation.settings
-            else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
+            else "TRL trains all weights unless use_peft or a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in translation.settings:
@@ -524,13 +524,13 @@ def _translate_batch(translation: Translation) -> None:
     translation.choose(
         "training.prompts_per_step",
         prompt_count,
-        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × {translation.processes} processes ÷ "
-        f"num_generations {generations}.",
+        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × "
+        f"{translation.processes} {'process' if translation.processes == 1 else 'processes'} ÷ num_generations {generations}.",
     )
     if prompts != prompt_count:
         translation.remark(
             "per_device_train_batch_size",
-            f"{completions} completions are no whole groups of {generations}: a step has {counted(prompt_count, 'group')}",
+            f"{completions} completions do not divide into groups of {generations}: a step has {counted(prompt_count, 'group')}",
         )
     generation_batch = translation.take("generation_batch_size")
     steps = translation.take("steps_per_generation")
@@ -583,7 +583,7 @@ def _translate_length(translation: Translation) -> None:
         if "num_train_epochs" in translation.settings:
             translation.key_statuses["num_train_epochs"] = "default"
     else:
-        translation.choose("training.max_steps", None, "Epochs say how long.")
+        translation.choose("training.max_steps", None, "The number of epochs decides the length.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
     if stop := translation.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]

@@ -33,7 +33,8 @@ from groupwise.tasks.rollouts.prompts import PromptSet, as_seen, tokenise
 from groupwise.tasks.rollouts.score import score_group, transcript
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import placement, rollout_builder
+from groupwise.training.assembly import prepare
 from groupwise.training.config import (
     LoadedConfig,
     RunConfig,
@@ -386,11 +387,11 @@ def evaluate_policies(
 ) -> list[EvalResult]:
     """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
     loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
-    with build.expected_ranks(loaded.config):
+    with prepare.expected_ranks(loaded.config):
         resolved_task, settings, policy_weights = _resolve_request(loaded, task, policies, output)
         results: list[EvalResult] = []
         for weights in policy_weights:
-            build.expect_ranks(settings)
+            prepare.expect_ranks(settings)
             results.append(run_to_end(_evaluate_policy(settings, resolved_task, weights, output)))
         return results
 
@@ -461,7 +462,7 @@ def _find_policy(policy: str, config: RunConfig) -> PolicyWeights:
             from groupwise.engine.models.adapters import adapter_folder
 
             adapter_folder(config.model)
-        return replace(weights, label=build.serving_label(config))
+        return replace(weights, label="base" if config.model.adapter is None else "base+adapter")
     return weights
 
 
@@ -476,12 +477,12 @@ class _PreparedEvaluation:
 
 def _prepare_evaluation(config: RunConfig, task: Task) -> _PreparedEvaluation:
     tokenizer = prefork.load_tokenizer(config.model)
-    build.check_stop_tokens(config, tokenizer)
+    prepare.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
         config,
         task,
         tokenizer,
-        build.prompt_room(config.model, rollout_builder.longest_completion(config)),
+        prepare.prompt_room(config.model, rollout_builder.longest_completion(config)),
     )
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
     check_success_part(config, task, rubric)
@@ -500,7 +501,7 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     if not loaded.config.eval.before_and_after or not resolved_task.has("get_eval_dataset"):
         return None
     resolved_task, settings, [policy] = _resolve_request(loaded, task, ["base"], None)
-    with build.expected_ranks(settings):
+    with prepare.expected_ranks(settings):
         return run_to_end(_answer_and_score(settings, resolved_task, policy))[0]
 
 
@@ -527,14 +528,15 @@ async def _evaluate_policy(
 async def _answer_and_score(
     config: RunConfig, task: Task, policy: PolicyWeights, server_log: Path | None = None
 ) -> tuple[EvalResult, str]:
-    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights. `server_log`: see
-    `build.start_serving`."""
+    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights. `server_log`: see `start_serving`."""
+    from groupwise.training.assembly.start import start_serving
+
     asked_for = _prepare_evaluation(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
     rollouts = rollout_builder.build_rollouts(config, task, tokenizer, layout.key_length)
-    parts = await build.start_serving(config, layout, policy.folder, server_log)
+    parts = await start_serving(config, layout, policy.folder, server_log)
     try:
         held_out_set = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(held_out_set, parts.sampler, scorer, tokenizer, policy.label)

@@ -43,7 +43,8 @@ from groupwise.tasks.data.success import check_part
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import PromptSet, text_prompts, tokenise
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import placement, rollout_builder
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.registry import Named, configured_callbacks
 from groupwise.training.callbacks.success_cache import PART as CACHED
 from groupwise.training.callbacks.success_cache import SuccessCache
@@ -103,7 +104,10 @@ def prepare_rl(
     loaded = with_task_schema(loaded, resolved_task.config_schema())
     settings = loaded.config
     check_start(loaded)
-    build.check_model(settings)
+    if settings.model.backend == "tunix":
+        from groupwise.training.assembly.services import check_tunix
+
+        check_tunix(settings)
     evaluates = _evaluates(settings, resolved_task)
     config_view = view(settings)
     # None if the number of epochs decides, which requires a stream with an end.
@@ -111,7 +115,7 @@ def prepare_rl(
     rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
     examples = resolved_task.rl_examples(config_view, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
-    build.check_stop_tokens(settings, tokenizer)
+    prepare.check_stop_tokens(settings, tokenizer)
     callbacks = configured_callbacks(
         settings.callbacks, config_view, loaded.tree.origin(("callbacks",))
     )
@@ -186,7 +190,7 @@ def _tokenise_all(
     """The prompts of `rows` (those to train on, those of the easy pool) and the held-out ones as token ids; None if there are none."""
     examples, easy_rows = rows
     tools = rollout_builder.check_rollouts(config, task, [*examples, *easy_rows])
-    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
+    room = prepare.prompt_room(config.model, rollout_builder.longest_completion(config))
     tokenise_rows = partial(
         tokenise,
         tokenizer,
@@ -222,7 +226,7 @@ def _evaluates(config: RunConfig, task: Task) -> bool:
 def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
     max_tokens = rollout_builder.longest_written(config)
     try:
-        build.build_algorithm(config).check(max_tokens, rubric.names if rubric else ())
+        prepare.build_algorithm(config).check(max_tokens, rubric.names if rubric else ())
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -395,7 +399,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
             -(-rows // members) * (layout.key_length - completion_tokens)
             + rows * completion_tokens,
         ),
-        needs_reference=build.needs_reference(config),
+        needs_reference=prepare.needs_reference(config),
         teacher=placement.teacher_bytes(config, layout.device, layout.sharing),
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
@@ -409,7 +413,11 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
 def _beside_learner(config: RunConfig, layout: Layout) -> tuple[float, float]:
     """What the run's own vLLM server or sampler takes of the learner's GPU, in bytes: while the run samples, and while it learns."""
     if not layout.shares_gpus:
-        return build.own_server_bytes(config, layout)
+        if config.sampler.vllm_python is None:
+            return 0.0, 0.0
+        from groupwise.training.assembly.servers import own_server_bytes
+
+        return own_server_bytes(config, layout)
     decoding = _decoding(config, layout)
     held = sampler_bytes(config.model, config.lora, layout.dtype, layout.device, decoding)
     return held, held

@@ -29,7 +29,8 @@ from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
 from groupwise.tasks.rollouts.asking import RolloutKind
-from groupwise.training import build, rollout_builder
+from groupwise.training import rollout_builder
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
@@ -80,6 +81,7 @@ from groupwise.training.loops.training import save_checkpoint
 
 if TYPE_CHECKING:
     from groupwise.core.terminal.progress import Progress
+    from groupwise.training.assembly.parts import Parts
     from groupwise.training.loops.warm_up import WarmUpResult
 
 logger = logging.getLogger(__name__)
@@ -121,10 +123,10 @@ def rl(
     mode = StartMode(resume, resume_from, init_from)
     loaded = load_config(config, overrides, to_train=True)
     if not dry_run:
-        build.be_launched(loaded.config)
+        prepare.be_launched(loaded.config)
 
     def begin(mode: StartMode, warm_up_result: WarmUpResult | None = None) -> RlResult:
-        with nullcontext() if dry_run else build.expected_ranks(loaded.config):
+        with nullcontext() if dry_run else prepare.expected_ranks(loaded.config):
             start = find_start(loaded, mode, KIND)
             return _rl(
                 start,
@@ -141,7 +143,7 @@ def rl(
     if not needs_warm_up(loaded, mode):
         return run_with_auto_resume(begin, mode, loaded)
     if not dry_run:  # report mistakes in the second stage before the first one runs
-        with build.expected_ranks(loaded.config):
+        with prepare.expected_ranks(loaded.config):
             _rl(
                 find_start(loaded, StartMode(), KIND),
                 task,
@@ -205,9 +207,10 @@ async def run_in(
     folder: RunFolder, prepared: RlPrepared, resumption: Resumption | None
 ) -> RlResult:
     """Build the parts and train; the results are in the folder."""
+    from groupwise.training.assembly.start import publication_folder, start_training
+
     started_at = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)
-    publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
     scorer = rollout_builder.build_scorer(
         prepared.config, prepared.task, prepared.tokenizer, prepared.rubric
     )
@@ -216,14 +219,22 @@ async def run_in(
     )
     starting = asyncio.gather(scorer.start(), rollouts.start())
     try:
-        with show_progress(folder, prepared, resumption) as (progress, interruption):
+        with (
+            publication_folder(prepared.config, folder.path) as publish_folder,
+            show_progress(folder, prepared, resumption) as (progress, interruption),
+        ):
             await asyncio.sleep(0)  # lets the workers start while the model is loaded
-            starts = build.start_training(
-                prepared.config, prepared.layout, folder.name, publications
-            )
+            starts = start_training(prepared.config, prepared.layout, folder.name, publish_folder)
             with closing(await load_parts(interruption, starts)) as parts:
                 run = assemble(
-                    folder, prepared, parts, scorer, rollouts, progress, interruption, publications
+                    folder,
+                    prepared,
+                    parts,
+                    scorer,
+                    rollouts,
+                    progress,
+                    interruption,
+                    publish_folder,
                 )
                 run.callbacks = callbacks
                 dropped = None
@@ -250,7 +261,6 @@ async def run_in(
         await rollouts.close()
         await scorer.close()
         await asyncio.gather(starting, return_exceptions=True)
-        build.remove_publications(publications)
 
 
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
@@ -265,12 +275,12 @@ def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
 def assemble(
     folder: RunFolder,
     prepared: RlPrepared,
-    parts: build.Parts,
+    parts: Parts,
     scorer: Scorer,
     rollouts: RolloutKind,
     progress: Progress,
     interruption: Interruption,
-    publications: Path,
+    publish_folder: Path,
 ) -> TaskRun:
     """The run before its first step."""
     config = prepared.config
@@ -278,7 +288,7 @@ def assemble(
     return TaskRun(
         config=config,
         max_steps=prepared.max_steps,
-        algorithm=build.build_algorithm(config),
+        algorithm=prepare.build_algorithm(config),
         sampler=parts.sampler,
         learner=parts.learner,
         rollouts=rollouts,
@@ -309,7 +319,7 @@ def assemble(
         interruption=interruption,
         policy=nothing_yet,
         serving=nothing_yet,
-        publications=publications,
+        publications=publish_folder,
     )
 
 

@@ -24,7 +24,8 @@ from groupwise.runs.advice import DISTINCT
 from groupwise.tasks.contract import Task, require
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import PromptSet
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import placement, rollout_builder
+from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, with_task_schema
 from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.training.evaluation.measures import by_prompt, distinct_share
@@ -85,7 +86,7 @@ def prepare_completions(
     }
     loaded_rl = load_config({**sections, "training": training, "eval": evaluation})
     config = with_task_schema(loaded_rl, task.config_schema()).config
-    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
+    room = prepare.prompt_room(config.model, rollout_builder.longest_completion(config))
     prompts = held_out_prompts(config, task, tokenizer, room)
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
     drawing = placement.choose_layout(config, prompts.longest)

@@ -23,7 +23,8 @@ from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
 from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherOptions, read_lessons
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.registry import configured_callbacks
 from groupwise.training.config import resolved_values, with_task_schema
 from groupwise.training.loops.prepare import (
@@ -170,13 +171,15 @@ def _read_hook(
 def teacher_settings(config: SftConfig, task: Task, tokenizer: Any) -> TeacherOptions:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
     config_view = View(resolved_values(config))
-    room = build.prompt_room(config.model, 0)
+    room = prepare.prompt_room(config.model, 0)
     return TeacherOptions(
         text_field=config.data.dataset_text_field,
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
         max_length=min(config.data.max_length or room, room),
-        vocabulary=build.vocabulary(config.model, tokenizer),
+        vocabulary=len(tokenizer)  # a service does not say how many token ids its model has
+        if config.model.backend == "tinker"
+        else prefork.vocabulary(config.model),
         truncation=config.data.truncation_mode,
         formatting=task.sft_function("get_sft_formatting_func", config_view, tokenizer),
         collator=task.sft_function("get_sft_data_collator", config_view, tokenizer),

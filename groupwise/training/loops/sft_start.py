@@ -20,7 +20,8 @@ from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.types import Learner, Policy
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from groupwise.training import build, rollout_builder
+from groupwise.training import rollout_builder
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.evaluation.evaluate import held_out
 from groupwise.training.loops.outcome import (
@@ -85,10 +86,10 @@ def sft(
     mode = StartMode(resume, resume_from, init_from)
     loaded = load_sft_config(config, overrides, to_train=True)
     if not dry_run:
-        build.be_launched(loaded.config)
+        prepare.be_launched(loaded.config)
 
     def begin(mode: StartMode) -> SftResult:
-        with nullcontext() if dry_run else build.expected_ranks(loaded.config):
+        with nullcontext() if dry_run else prepare.expected_ranks(loaded.config):
             start = find_start(loaded, mode, KIND)
             prepared = prepare_sft(start.loaded, task, start.rows_read)
             resumption = start.resumption(prepared)
@@ -154,6 +155,12 @@ async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
+    from groupwise.training.assembly.start import (
+        publication_folder,
+        start_supervised,
+        start_training,
+    )
+
     completion_prompts, task, tokenizer = (
         prepared.completion_prompts,
         prepared.task,
@@ -161,44 +168,29 @@ async def _build_parts(
     )
     if completion_prompts is None:
         unused_folder = folder.path / "published"  # without a sampler, nothing is published
-        starts = build.start_supervised(
-            prepared.config, prepared.layout, folder.name, unused_folder
-        )
+        starts = start_supervised(prepared.config, prepared.layout, folder.name, unused_folder)
         with closing(await load_parts(interruption, starts)) as parts:
             yield parts.learner, None
         return
-    publications = build.publication_folder(
-        folder.path, build.publication_bytes(completion_prompts.config)
-    )
-    scorer = rollout_builder.build_scorer(
-        completion_prompts.config, task, tokenizer, completion_prompts.rubric
-    )
-    rollouts = rollout_builder.build_rollouts(
-        completion_prompts.config, task, tokenizer, completion_prompts.layout.key_length
-    )
+    config = completion_prompts.config
+    scorer = rollout_builder.build_scorer(config, task, tokenizer, completion_prompts.rubric)
+    key_length = completion_prompts.layout.key_length
+    rollouts = rollout_builder.build_rollouts(config, task, tokenizer, key_length)
     try:
-        starts = build.start_training(
-            completion_prompts.config, completion_prompts.layout, folder.name, publications
-        )
-        with closing(await load_parts(interruption, starts)) as parts:
-            await asyncio.gather(scorer.start(), rollouts.start())
-            held_out_set = held_out(
-                completion_prompts.config,
-                task,
-                completion_prompts.prompts,
-                parts.stop_token_ids,
-                rollouts,
-            )
-            yield (
-                parts.learner,
-                Completions(
+        with publication_folder(config, folder.path) as publish_folder:
+            starts = start_training(config, completion_prompts.layout, folder.name, publish_folder)
+            with closing(await load_parts(interruption, starts)) as parts:
+                await asyncio.gather(scorer.start(), rollouts.start())
+                held_out_set = held_out(
+                    config, task, completion_prompts.prompts, parts.stop_token_ids, rollouts
+                )
+                completions = Completions(
                     held_out=held_out_set, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer
-                ),
-            )
+                )
+                yield parts.learner, completions
     finally:
         await rollouts.close()
         await scorer.close()
-        build.remove_publications(publications)
 
 
 def _log_start(run: SftRun, prepared: SftPrepared) -> None:

@@ -19,7 +19,7 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
-from groupwise.training import build
+from groupwise.training.assembly.prepare import expected_ranks
 from groupwise.training.config import LoadedConfig, compare_for_resume
 from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
 from groupwise.training.loops.resume import FIXED_FACTS
@@ -70,7 +70,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
     Raises the errors of `groupwise sft`.
     """
     sft_loaded = config_of_warm_up(loaded)
-    with nullcontext() if dry_run else build.expected_ranks(sft_loaded.config):
+    with nullcontext() if dry_run else expected_ranks(sft_loaded.config):
         prepared = prepare_sft(sft_loaded, task)
     # The newest run of the same config, task and data; finished runs come first.
     runs = Path(prepared.config.run.dir)

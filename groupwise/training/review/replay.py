@@ -36,7 +36,7 @@ from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_co
 from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.tasks.rollouts.rows import Weights
-from groupwise.training import build
+from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.loops.learning import learn
 from groupwise.training.loops.prepare import starting_from
@@ -271,18 +271,20 @@ def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str
 
 
 async def _replay(recording: _Recording) -> Replay:
+    from groupwise.training.assembly.start import training_parts
+
     name = recording.path.name
     progress = Progress(f"{name}, replayed", recording.step + 1, start_step=recording.first)
-    with _scratch(recording) as (folder, publications), progress:
+    with _scratch(recording) as (folder, publish_folder), progress:
         progress.phase("loading")
         with closing(
-            build.training_parts(recording.config, recording.layout, folder.name, publications)
+            training_parts(recording.config, recording.layout, folder.name, publish_folder)
         ) as parts:
             config = recording.config
             run = Learning(
                 config=config,
                 max_steps=recording.step + 1,
-                algorithm=build.build_algorithm(config),
+                algorithm=prepare.build_algorithm(config),
                 learner=parts.learner,
                 tokenizer=None,
                 folder=folder,
@@ -306,17 +308,15 @@ async def _replay(recording: _Recording) -> Replay:
 @contextmanager
 def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
     """A temporary run folder and a folder for published weights; both are deleted at the end."""
+    from groupwise.training.assembly.start import publication_folder
+
     config = recording.config
-    size = build.publication_bytes(config)
-    with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as temp_folder:
-        publications = build.publication_folder(Path(temp_folder), size)
-        try:
-            with RunFolder.create(
-                Path(temp_folder), recording.path.name, resolved_values(config)
-            ) as folder:
-                yield folder, publications
-        finally:
-            build.remove_publications(publications)
+    with (
+        tempfile.TemporaryDirectory(prefix="groupwise-replay-") as temp_folder,
+        publication_folder(config, Path(temp_folder)) as publish_folder,
+        RunFolder.create(Path(temp_folder), recording.path.name, resolved_values(config)) as folder,
+    ):
+        yield folder, publish_folder
 
 
 async def _load_start(run: Learning, recording: _Recording) -> str | None:

@@ -18,7 +18,8 @@ from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.machine import has_bfloat16
 from groupwise.server.tinker import translate
 from groupwise.server.tinker.tensors import messages
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from tests.integration.cookbook.plain_torch import (
     PlainModel,
@@ -76,10 +77,10 @@ async def test_in_float32_nothing_is_left_to_rounding(
 ) -> None:
     """The server's translation of the requests and our learner, against plain torch: all steps, one after the other."""
     config = load_config({"model": {"name": str(workplace / MODEL), "dtype": "float32"}}).config
-    base = await build.start_base(config, placement.choose_layout(config, 2000))
+    base = await start_base(config, placement.choose_layout(config, 2000))
     with closing(base):
         new = NewModel(run="here", folder=str(tmp_path), seed=1, lora=LoraConfig(r=8))
-        learner = (await build.models_over(base, 1).add("here", new)).learner
+        learner = (await models_over(base, 1).add("here", new)).learner
         await learner.save(str(tmp_path))
         plain = PlainModel(workplace / MODEL, tmp_path, torch.float32)
         for step in steps_of_game:

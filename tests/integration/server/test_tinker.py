@@ -30,7 +30,8 @@ from groupwise.core.types import LossSpec, OptimiserParams, Row
 from groupwise.engine.distributed.multi_adapter import NewModel
 from groupwise.engine.models.config import LoraConfig
 from groupwise.server.tinker.compatibility import CLIENT_VERSION, EXAMPLES, METHODS
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from tests.integration.server.server_process import Server, running
 
@@ -199,10 +200,10 @@ async def test_the_gradient_is_that_of_the_learner(
     folder = server.folder / "verbs" / model.replace(":", "_") / "weights" / "one"
 
     config = load_config({"model": {"name": "tiny"}}).config
-    base = await build.start_base(config, placement.choose_layout(config, 20))
+    base = await start_base(config, placement.choose_layout(config, 20))
     with closing(base):
         new = NewModel(run="here", folder=str(tmp_path), seed=1, lora=LoraConfig(r=4))
-        learner = (await build.models_over(base, 1).add("here", new)).learner
+        learner = (await models_over(base, 1).add("here", new)).learner
         sums = [
             await learner.forward_backward([_row(shift)], LossSpec("given"), {"policy": 1.0})
             for shift in (0, 3)

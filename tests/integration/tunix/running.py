@@ -13,8 +13,9 @@ from groupwise.algorithms.registry import make
 from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.models.files import read_tensors, write_tensors
 from groupwise.engine.models.lora_config import WEIGHTS
-from groupwise.training import build, placement
-from groupwise.training.build import Parts
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import start_training
 from groupwise.training.config import RunConfig, load_config
 from tests.tunix_models import model_of
 
@@ -49,7 +50,7 @@ def config_of(
 
 def parts_of(config: RunConfig, folder: Path, longest_prompt: int = 40) -> Parts:
     layout = placement.choose_layout(config, longest_prompt)
-    return asyncio.run(build.start_training(config, layout, "run", folder))
+    return asyncio.run(start_training(config, layout, "run", folder))
 
 
 async def stirred(parts: Parts) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from groupwise.core.errors import CheckpointError, ModelError, RunError
 from groupwise.core.types import GroupRequest, SamplingParams
-from groupwise.training import build, placement
-from groupwise.training.build import Parts
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import start_training
 from groupwise.training.config import load_config
 from tests.processes import all_gone
 from tests.tunix_models import model_of
@@ -62,7 +63,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     config = load_config(values).config
     layout = placement.choose_layout(config, 40)
     folder = tmp_path_factory.mktemp("published")
-    with closing(asyncio.run(build.start_training(config, layout, "run", folder))) as made:
+    with closing(asyncio.run(start_training(config, layout, "run", folder))) as made:
         yield made
 
 

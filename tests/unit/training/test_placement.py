@@ -4,9 +4,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from groupwise.core.errors import ConfigError, UsageError
-from groupwise.training import build, placement
+from groupwise.engine.models import machine
+from groupwise.training import placement
 from groupwise.training.config import load_config
 from groupwise.training.loops.rl_prepare import planned_sizes, training_layout
 
@@ -131,7 +133,7 @@ def test_a_sampler_shares_the_only_gpu_and_the_plan_knows_both(monkeypatch, lora
     assert (shared.shares_gpus, apart.shares_gpus) == (True, False)
     assert (shared.processes, shared.samplers, shared.slots) == (2, 1, apart.slots)
     assert shared.max_tokens_per_microbatch < apart.max_tokens_per_microbatch
-    assert (build._first_gpu(shared), build._first_gpu(apart)) == (0, 1)
+    assert (placement.first_gpu(shared), placement.first_gpu(apart)) == (0, 1)
     both, learner = (planned_sizes(config, layout).memory for layout in layouts)
     fewer = replace(shared, slots=shared.slots // 2)
     half = planned_sizes(config, fewer).memory.server_learning
@@ -231,3 +233,19 @@ def test_an_own_server_on_a_gpu_computes_no_adapters_in_float32(
     config = load_config(given).config
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         placement.choose_layout(config, 100)
+
+
+def test_one_process_learns_where_servers_sample(monkeypatch):
+    monkeypatch.setattr(placement, "available_cores", lambda: 8)
+    sampler = {"engine": "vllm", "url": "http://127.0.0.1:1"}
+    config = load_config({"model": {"name": "tiny"}, "sampler": sampler}).config
+    assert placement.choose_layout(config, 20).processes == placement.most_processes(config) == 1
+
+
+def test_a_process_computes_in_tf32_only_for_runs_that_ask_for_it(monkeypatch):
+    monkeypatch.setattr(placement, "prepare_process", lambda threads: None)
+    layout = placement.choose_layout(load_config({"model": {"name": "tiny"}}).config, 20)
+    placement.apply_layout(replace(layout, tf32=True))
+    assert not machine.exact_products(torch.float32)
+    placement.apply_layout(layout)
+    assert machine.exact_products(torch.float32), "what comes after the run"

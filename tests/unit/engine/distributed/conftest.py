@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import load_config
 from tests.forked_zygote import fork_zygotes
 
@@ -19,12 +21,12 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def parts_of(tmp_path_factory) -> Iterator[Callable[..., build.Parts]]:
+def parts_of(tmp_path_factory) -> Iterator[Callable[..., Parts]]:
     """Parts of so many processes with one thread each; closed at the end of the file."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         fork_zygotes(patch)
 
-        def made(processes: int, **lora) -> build.Parts:
+        def made(processes: int, **lora) -> Parts:
             settings = {**CONFIG, "lora": {**CONFIG["lora"], **lora}}
             config = load_config(settings).config
             layout = replace(
@@ -34,18 +36,16 @@ def parts_of(tmp_path_factory) -> Iterator[Callable[..., build.Parts]]:
                 frees_cache=True,
             )
             folder = tmp_path_factory.mktemp("published")
-            return stack.enter_context(
-                closing(build.training_parts(config, layout, "ranks", folder))
-            )
+            return stack.enter_context(closing(training_parts(config, layout, "ranks", folder)))
 
         yield made
 
 
 @pytest.fixture(scope="module")
-def alone(parts_of) -> build.Parts:
+def alone(parts_of) -> Parts:
     return parts_of(1)
 
 
 @pytest.fixture(scope="module")
-def two(parts_of) -> build.Parts:
+def two(parts_of) -> Parts:
     return parts_of(2)

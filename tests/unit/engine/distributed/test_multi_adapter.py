@@ -26,7 +26,9 @@ from groupwise.engine.distributed.multi_adapter import ModelRegistry, NewModel
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.tiny import tiny_model
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.parts import ServingParts
+from groupwise.training.assembly.start import models_over, start_base, start_training
 from groupwise.training.config import load_config
 from tests.forked_zygote import fork_zygotes
 
@@ -62,10 +64,10 @@ def layout_of(config, processes):
     )
 
 
-async def base_of(processes: int, most=4, **settings) -> tuple[build.BaseParts, ModelRegistry]:
+async def base_of(processes: int, most=4, **settings) -> tuple[ServingParts, ModelRegistry]:
     config = config_of(**settings)
-    base = await build.start_base(config, layout_of(config, processes))
-    return base, build.models_over(base, most)
+    base = await start_base(config, layout_of(config, processes))
+    return base, models_over(base, most)
 
 
 def new(tmp_path, name, shape: LoraConfig | None = None, **more) -> NewModel:
@@ -190,11 +192,11 @@ async def test_others_come_and_go_in_the_middle(processes, tmp_path, alone):
 async def test_the_model_of_a_run_is_as_it_would_be_without_others(processes, tmp_path):
     config = config_of(lora={"r": 4, "alpha": 8})
     layout = layout_of(config, processes)
-    with closing(await build.start_training(config, layout, "r", tmp_path / "a")) as parts:
+    with closing(await start_training(config, layout, "r", tmp_path / "a")) as parts:
         wanted = await steps(parts)
         slopes = await parts.slopes(1e-5)
-    with closing(await build.start_training(config, layout, "r", tmp_path / "b")) as parts:
-        models = build.models_over(parts, 4)
+    with closing(await start_training(config, layout, "r", tmp_path / "b")) as parts:
+        models = models_over(parts, 4)
         assert models.names == ("run",)
         names = ("attention", "dropping", "head")
         others = [await models.add(name, new(tmp_path, name)) for name in names]

@@ -144,7 +144,8 @@ from contextlib import closing
 from pathlib import Path
 from benchmarks import step
 from benchmarks.work import Work
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.loops.rl_prepare import planned_sizes
 from groupwise.engine.distributed.prefork import MODULES
 from groupwise.engine.models.native import compiled, kernels, products
@@ -170,7 +171,7 @@ planned = planned_sizes(config, layout).memory
 before = held("VmRSS")
 with (
     tempfile.TemporaryDirectory() as folder,
-    closing(build.training_parts(config, layout, "plan", Path(folder))) as parts,
+    closing(training_parts(config, layout, "plan", Path(folder))) as parts,
 ):
     asyncio.run(one_step(parts))
 print(json.dumps({"before": before, "grown": held("VmHWM") - before, "planned": planned.total - planned.process}))

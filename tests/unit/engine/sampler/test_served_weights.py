@@ -22,8 +22,10 @@ from groupwise.engine.models.lora import AdaptedModel, fingerprint
 from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
-from groupwise.training import build, placement
+from groupwise.training import placement
+from groupwise.training.assembly.start import start_serving
 from groupwise.training.config import load_config
+from groupwise.training.evaluation import evaluate
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def drawn(weights=None, **model):
     request = GroupRequest(0, (40, 41), (1, 2, 3), SamplingParams(9))
 
     async def draw():
-        parts = await build.start_serving(config, layout, weights)
+        parts = await start_serving(config, layout, weights)
         return await parts.sampler.generate(request)
 
     return [each.token_ids for each in asyncio.run(draw())]
@@ -53,7 +55,7 @@ def test_without_weights_the_policy_that_a_run_would_start_from_is_served(adapte
     given = str(adapter)
     assert drawn(adapter=given) == drawn(adapter) != drawn()
     labels = [
-        build.serving_label(load_config({"model": {"name": "tiny", **more}}).config)
+        evaluate._find_policy("base", load_config({"model": {"name": "tiny", **more}}).config).label
         for more in ({}, {"adapter": given})
     ]
     assert labels == ["base", "base+adapter"]

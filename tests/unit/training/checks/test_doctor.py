@@ -11,7 +11,8 @@ import pytest
 
 from groupwise.core.errors import ConfigError, ModelError, RunError, TaskError
 from groupwise.core.findings import Report
-from groupwise.training import build
+from groupwise.training.assembly import start
+from groupwise.training.assembly.parts import Parts
 from groupwise.training.checks import doctor_examination as module
 from groupwise.training.checks import doctor_machine
 from groupwise.training.checks.doctor import doctor
@@ -61,12 +62,12 @@ def test_a_task_asks_its_own_prompts(tmp_path: Path):
 
 def test_too_little_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    monkeypatch.setattr(module.build, "training_parts", refuse)
+    monkeypatch.setattr(start, "training_parts", refuse)
     report = examined(tmp_path)
     assert by_name(report)["disk"].level == "problem"
 
 
-def refuse(*_: Any) -> build.Parts:
+def refuse(*_: Any) -> Parts:
     raise RunError("the engine refuses")
 
 
