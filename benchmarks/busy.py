@@ -24,8 +24,8 @@ from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug, spread
 from benchmarks.work import W1, Work
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 WORKS = {"W1": W1, "small": Work((20, 30), 8, 8)}
 LAYOUTS = {"processes": 2, "threads": 1}

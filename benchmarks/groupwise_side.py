@@ -14,9 +14,9 @@ from benchmarks.step import config_of, one_step, request
 from benchmarks.work import Rules, Work, prompts
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.prepare import expect_ranks
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.prepare import expect_ranks
+from groupwise.training.assembly.start import training_parts
 
 
 def serve(connection: Connection, work: Work, rules: Rules) -> None:

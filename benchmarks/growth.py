@@ -42,8 +42,8 @@ from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.record_segments import write_piece
 from groupwise.runs.store import Store
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import load_config
 from groupwise.training.loops.resume import find_resume_point
 from groupwise.training.loops.rl_prepare import prepare_rl

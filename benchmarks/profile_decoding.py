@@ -27,8 +27,8 @@ from groupwise.engine.models.native.linear import Linear
 from groupwise.engine.sampler.native.engine import CompiledAttention
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 HALF = Work(W1.prompts[::2], W1.members, W1.new_tokens)
 PARTS: tuple[str, ...] = ("products", "head", "attention", "drawing", "rest")

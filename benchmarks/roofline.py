@@ -35,7 +35,7 @@ from groupwise.engine.models.load import read_model_config
 from groupwise.engine.models.machine import has_bfloat16, prepare_process
 from groupwise.engine.models.native.packed import Packed
 from groupwise.training import placement
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.start import training_parts
 
 MEMORY = 1 << 29
 """Bytes that each process reads to measure memory; far more than the caches hold."""

@@ -26,8 +26,8 @@ from benchmarks.step import RESULTS, config_of, machine, measure, one_step, requ
 from benchmarks.work import Work
 from groupwise.core.terminal.plot import Series, svg_curve
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 
 Cell = dict[str, float]
 """Of one work: its `size` (what the sweep varies), seconds of `sampling` and `learning`, `peak_mib`, and how many `tokens` it samples."""

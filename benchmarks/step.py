@@ -34,8 +34,8 @@ from groupwise.core.types import (
     SamplingParams,
 )
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import RunConfig, load_config
 
 VOCABULARY = 40_000

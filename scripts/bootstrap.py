@@ -7,7 +7,7 @@ the package over them; the bundled model; byte code of what every run imports, a
 remembers what was done, so that a later call with nothing to do costs a tenth of a second. An interrupted call leaves no stamp, and the
 next one goes on from there.
 
-    python3 scripts/bootstrap.py --profile train     what training needs
+    python3 scripts/bootstrap.py --profile train     what training and the dashboard need
     python3 scripts/bootstrap.py --profile dev       the same, and what tests and checks need
     python3 scripts/bootstrap.py --list train,server print what these extras need, for `pip install -r`, and do nothing
 
@@ -46,7 +46,7 @@ PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_PYTHON = (3, 11)
 NEWER_PYTHONS = ("python3.13", "python3.12", "python3.11", "python3.14")
 OLDEST_PIP = 26
-PROFILES = {"train": ("train",), "dev": ("train", "dev")}
+PROFILES = {"train": ("train", "web"), "dev": ("train", "web", "dev")}
 FLAVOURS = ("cpu", "cuda", "auto")
 NEEDED_GB = {"cpu": 3, "cuda": 10}
 
@@ -462,9 +462,7 @@ def install_pinned(*arguments: str) -> None:
     install("-c", str(CONSTRAINTS), "--build-constraint", str(CONSTRAINTS), *arguments)
 
 
-IMPORTED = (
-    "import transformers.models.llama.modeling_llama, peft, numba, groupwise.training.build.workers"
-)
+IMPORTED = "import transformers.models.llama.modeling_llama, peft, numba, groupwise.training.assembly.workers"
 
 
 def compile_ahead() -> None:

@@ -24,8 +24,9 @@ TEMPLATE = """\
 {%- extends "index.html.j2" -%}
 {%- block html_head_js -%}{%- endblock -%}
 {%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_css -%}{{ super() }}<style>:root { color-scheme: light }</style>{%- endblock -%}
 """
-"""nbconvert's own, without the blocks that load scripts."""
+"""nbconvert's own, without the blocks that load scripts. It is always light, so its charts must not be dark in a dark browser."""
 TRAINING = "trainer_state = train_grpo("
 """In the cell of the quickstart whose output is drawn."""
 
@@ -52,7 +53,7 @@ def page(notebook: Any, name: str) -> str:
     """An executed notebook as a page that stands alone."""
     exporter = HTMLExporter(template_name="classic", raw_template=TEMPLATE)
     text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
-    return text
+    return text.replace('href="../docs/', 'href="../')  # the page itself is in docs/notebooks/
 
 
 def output_of(page: str, code: str) -> str:

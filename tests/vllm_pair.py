@@ -96,7 +96,7 @@ def server_sampler(
     sync: WeightSync | None = None,
     kind: type[Server] = Server,
 ) -> ServerSampler:
-    """Over the base of the learner, as `groupwise.training.build.servers` makes one."""
+    """Over the base of the learner, as `groupwise.training.assembly.servers` makes one."""
     timing = (clock or Clock()).timing()
     servers = [kind(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")

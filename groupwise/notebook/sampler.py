@@ -22,7 +22,7 @@ from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
 from groupwise.training import placement
-from groupwise.training.build.prepare import expected_ranks
+from groupwise.training.assembly.prepare import expected_ranks
 from groupwise.training.config import LoadedConfig, RunConfig
 
 
@@ -125,7 +125,7 @@ async def complete(
 
     Raises UsageError for a prompt that the model has no room for.
     """
-    from groupwise.training.build.start import start_serving
+    from groupwise.training.assembly.start import start_serving
 
     length = {"max_completion_length": params.max_tokens}
     config = config.model_copy(update={"eval": config.eval.model_copy(update=length)})

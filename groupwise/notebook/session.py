@@ -190,7 +190,7 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     with by_own_names(config):
         core = session.core.config  # rejects what the config forbids
         if core.model.backend == "tunix":
-            from groupwise.training.build.services import check_tunix
+            from groupwise.training.assembly.services import check_tunix
 
             check_tunix(core)
     return session

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.core.errors import StoreError
 from groupwise.runs.find import mean_of
+from groupwise.runs.folder import read_config
 from groupwise.runs.store import Store
 
 RECENT = 10
@@ -20,6 +22,8 @@ WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "r
 """Metrics: share of groups whose members all have the same reward; share of a group's completions that differ; share of solved rollouts."""
 DISTILLATION = "distillation/kl"
 """Mean KL (nats per token) to the teacher of a distillation; other runs do not have it."""
+LOGPROB_GAP = "sampling/logprob_gap"
+"""Metric: how far learner and sampler differ, in nats per token."""
 MAX_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
 MIN_DISTINCT = 0.5
@@ -97,7 +101,7 @@ RULES = (
         "(rewards.time_limit).",
     ),
     Advice(
-        "sampling/logprob_gap",
+        LOGPROB_GAP,
         "sampler and learner differ",
         lambda value: value > 0.1,
         "Learner and sampler differ by {value} nats a token: they do not compute the same policy.",
@@ -162,7 +166,19 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         if learnt and rule.metric in FAULTS_UNLESS_LEARNT:
             continue
         if value is not None and rule.holds(value) and applies:
+            if rule.metric == LOGPROB_GAP and _updates_between(store):
+                continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": rule.do})
     return advice
+
+
+def _updates_between(store: Store) -> bool:
+    """True if updates come between sampling and learning, by the config beside the record: several in a step, or sampling ahead."""
+    try:
+        training = read_config(store.path.parent).get("training", {})
+    except StoreError:  # a record without a run folder
+        return False
+    updates = training.get("num_iterations", 1) * training.get("minibatches", 1)
+    return updates > 1 or training.get("max_off_policy_steps", 0) > 0

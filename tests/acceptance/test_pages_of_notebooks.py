@@ -60,3 +60,16 @@ def test_a_page_has_the_cells_of_its_notebook(page: Path) -> None:
 def test_a_page_loads_nothing_and_names_no_folder_of_its_machine(page: Path) -> None:
     assert loaded(page.read_text()) == []
     assert OF_A_MACHINE.findall(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    links = [str(a["href"]) for a in BeautifulSoup(page.read_text(), "html.parser").select("a")]
+    files = [each for each in links if not each.startswith("#") and not ELSEWHERE.match(each)]
+    assert [each for each in files if not (page.parent / each).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_light_so_that_a_dark_browser_shows_no_dark_charts(page: Path) -> None:
+    styles = " ".join(texts(BeautifulSoup(page.read_text(), "html.parser"), "style"))
+    assert ":root { color-scheme: light }" in styles

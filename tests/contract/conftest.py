@@ -180,8 +180,8 @@ def _added(processes: int, folder: Path) -> Pair:
     from groupwise.engine.distributed.multi_adapter import NewModel
     from groupwise.engine.models.config import LoraConfig
     from groupwise.training import placement
-    from groupwise.training.build.parts import ServingParts
-    from groupwise.training.build.start import models_over, start_base
+    from groupwise.training.assembly.parts import ServingParts
+    from groupwise.training.assembly.start import models_over, start_base
     from groupwise.training.config import load_config
 
     config = load_config({"model": {"name": "tiny", "dtype": "float32"}}).config
@@ -265,7 +265,7 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
 def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     """A worker in Tunix's environment, over a model of one of its families."""
     from groupwise.training import placement
-    from groupwise.training.build.start import start_training
+    from groupwise.training.assembly.start import start_training
     from groupwise.training.config import load_config
     from tests.tunix_models import model_of
 

@@ -12,8 +12,8 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.runs.store import Store
-from groupwise.training.build import start
-from groupwise.training.checks import doctor_cost
+from groupwise.training.assembly import start
+from groupwise.training.checks import doctor_cost, init_choices
 from groupwise.training.checks import init as module
 from groupwise.training.checks.init import init
 from groupwise.training.config import load_config, resolved_values
@@ -83,6 +83,18 @@ def test_what_is_written_passes_a_dry_run_and_trains(task):
         rollouts = [one for group in store.groups(0) for one in group.rollouts]
     assert len(rollouts) == 4
     assert {one.outcome for one in rollouts} == {"scored"}
+
+
+def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
+    """One pass over the examples, and the plan of the memory that is compared with what was measured."""
+    monkeypatch.setattr(init_choices, "MAX_STEP_SECONDS", 1e-9)
+    report = init(TOY, "tiny", overrides=["run.threads=1"], out=Path("s.yaml"))
+    choices = {finding.name: finding for finding in report.findings}
+    size = report.details["config"]["training"]["prompts_per_step"]
+    examples = groupwise.rl("s.yaml", TOY, dry_run=True).summary["plan"]["examples"]
+    assert size == init_choices.MIN_PROMPTS < min(examples, 8)
+    assert f"takes {-(-examples // size)} step" in choices["training.max_steps"].meaning
+    assert "larger step" in choices["peak memory"].measured
 
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):

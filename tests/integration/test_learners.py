@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import groupwise
 from groupwise.core.errors import WorkerLostError
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.training.build import start
+from groupwise.training.assembly import start
 from groupwise.training.loops import rl as loop
 from tests.forked_zygote import fork_peers
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised

@@ -22,7 +22,7 @@ from groupwise.engine.sampler.servers import local_policy, nccl, spawned_server
 from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
 from groupwise.runs import publications
 from groupwise.training import placement
-from groupwise.training.build import servers
+from groupwise.training.assembly import servers
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.gloo_transfer import GlooGroup

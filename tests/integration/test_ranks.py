@@ -26,7 +26,7 @@ from groupwise.cli.main import main
 from groupwise.core.errors import RunError
 from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.runs.store import Store
-from groupwise.training.build import start
+from groupwise.training.assembly import start
 from groupwise.training.loops import rl as loop
 from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_zygotes

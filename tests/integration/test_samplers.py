@@ -28,7 +28,7 @@ from groupwise.engine.distributed.sampler import RankSampler
 from groupwise.engine.distributed.sampler_workers import MAX_CONSECUTIVE_ENDS, SamplerWorkers
 from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.training.build import start
+from groupwise.training.assembly import start
 from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_peers
 from tests.integration.test_learners import (

@@ -23,7 +23,7 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.engine.models import load
 from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.tiny import write_tiny_model
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.loops import start
 from tests.chat import write_qwen_tokenizer
 from tests.forked_zygote import fork_zygotes
@@ -43,7 +43,7 @@ BY_ARITHMETIC += ("groupwise.engine.backends.tunix.environment", "huggingface_hu
 BY_ARITHMETIC += ("groupwise.engine.sampler.servers.teacher", "groupwise.api.schemas.parts")
 BY_ARITHMETIC += ("groupwise.training.callbacks.sinks", "groupwise.engine.models.hub_queue")
 BY_ARITHMETIC += ("groupwise.engine.distributed.rpc", "groupwise.engine.models.hub_push")
-BY_ARITHMETIC += ("groupwise.core.terminal.progress", "groupwise.training.build.start")
+BY_ARITHMETIC += ("groupwise.core.terminal.progress", "groupwise.training.assembly.start")
 BY_ARITHMETIC += ("groupwise.api.client.errors", "groupwise.api.schemas.problems")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")

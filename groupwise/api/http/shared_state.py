@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.api.http.bodies import Bodies
 from groupwise.api.http.prometheus import RequestMetrics
-from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
+
+if TYPE_CHECKING:  # it needs FastAPI, which the dashboard does not install
+    from groupwise.api.http.route import Route
 
 STATUS_ROUTES = frozenset({"GET /status", "GET /activity", "GET /metrics"})
 """Routes that only show the state of a server."""

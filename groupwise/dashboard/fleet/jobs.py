@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -167,17 +166,8 @@ def complete_characters(data: bytes) -> bytes:
 
 
 def attempt_names(attempts: Sequence[Document]) -> dict[int, str]:
-    """The name of each attempt, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` after a retry.
-
-    An attempt that never ran is not counted, so the next one has the same number; both then show their epoch as well, `0 (epoch
-    7)`.
-    """
-    names: dict[int, str] = {}
-    for attempt in attempts:
-        generation = f" of generation {attempt['generation']}" if attempt["generation"] else ""
-        names[attempt["epoch"]] = f"{attempt['number']}{generation}"
-    counts = Counter(names.values())
-    return {epoch: n if counts[n] == 1 else f"{n} (epoch {epoch})" for epoch, n in names.items()}
+    """The name of each attempt, by its epoch: its place among the attempts of the job from 1 on, as in `groupwise fleet show`."""
+    return {attempt["epoch"]: str(place) for place, attempt in enumerate(attempts, 1)}
 
 
 def require_attempt(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Starts the zygote ahead of a run, before the object to make is known, and asks it questions meanwhile.
 
 A command starts it before it imports what reads its config (`early_zygote`), and ends it again if the config needs none
-(`groupwise.training.build.prepare.expect_ranks`). The zygote then imports torch, which takes a second or more. Before
+(`groupwise.training.assembly.prepare.expect_ranks`). The zygote then imports torch, which takes a second or more. Before
 the command can send the setup, it needs some facts about the model and the machine. It asks the zygote for them, so it need not import
 torch itself. If no zygote has been started, the same questions are answered in this process.
 """

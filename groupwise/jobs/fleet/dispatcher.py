@@ -468,7 +468,7 @@ class GlobalJobDispatcher:
         if not alive:
             return
         jobs = {state.job for state in alive}
-        known = await self._gateway.read(lambda s: records.known_jobs(s, machine.vm_id, jobs))
+        known = await self._gateway.read(lambda s: records.known_jobs(s, jobs))
         for state in alive:
             reading, survivors = Reading(state.state), state.survivors or 0
             match stray(state.epoch, reading, known.get(state.job), survivors):

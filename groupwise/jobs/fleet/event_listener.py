@@ -167,9 +167,9 @@ def _event_line(session: Session, event: Event) -> str | None:
         case events.VM_REACHABLE if before.get("contact") == Contact.UNREACHABLE:
             return f"{event.vm_id} answers again"
         case kind if kind in _PLAIN:
-            gpu = f"GPU {detail.get('index')} of " if kind in _OF_GPUS else ""
+            gpu = f"GPU {detail.get('index')} of {event.vm_id}" if kind in _OF_GPUS else None
             action = kind.partition(".")[2].replace("_", " ")
-            return f"{gpu}{event.vm_id or event.job_id or ''} {action}"
+            return f"{gpu or event.job_id or event.vm_id or ''} {action}"
         case _:
             return None
 

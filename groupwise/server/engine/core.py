@@ -78,9 +78,9 @@ from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import group_of
 from groupwise.training import rollout_builder
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.prepare import build_algorithm, check_stop_tokens, expect_ranks
-from groupwise.training.build.start import publication_folder, start_training
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.prepare import build_algorithm, check_stop_tokens, expect_ranks
+from groupwise.training.assembly.start import publication_folder, start_training
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
 from groupwise.training.loops.drawing import check_served
 from groupwise.training.loops.metrics import Timings

@@ -1,6 +1,6 @@
 """Sampler and learner of this engine for a training loop in another process: built as for a local loop, and called one by one.
 
-These are the parts that `groupwise.training.build.start` makes for a run, with the same layout, ranks and numbers, so a loop that drives
+These are the parts that `groupwise.training.assembly.start` makes for a run, with the same layout, ranks and numbers, so a loop that drives
 them over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are stored where
 the loop runs. Paths sent by the loop are relative to the parts' folder and stay inside it.
 """
@@ -41,9 +41,9 @@ from groupwise.engine.models.machine import available_cores
 from groupwise.engine.sampler.rules import refuse_changed_draws
 from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
 from groupwise.training import placement
-from groupwise.training.build import start
-from groupwise.training.build.parts import LearningParts, Parts, ServingParts
-from groupwise.training.build.prepare import expect_ranks, refuse_servers
+from groupwise.training.assembly import start
+from groupwise.training.assembly.parts import LearningParts, Parts, ServingParts
+from groupwise.training.assembly.prepare import expect_ranks, refuse_servers
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.loops.rl_prepare import training_layout
 from groupwise.training.placement import Layout

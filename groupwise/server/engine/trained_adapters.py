@@ -46,9 +46,9 @@ from groupwise.server.engine.tinker_protocol import (
     Stored,
 )
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.prepare import expect_ranks
-from groupwise.training.build.start import models_over, start_base
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.prepare import expect_ranks
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from groupwise.training.placement import Layout
 

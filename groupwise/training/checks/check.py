@@ -33,7 +33,7 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.tools import Schema
 from groupwise.training import placement, rollout_builder
-from groupwise.training.build.prepare import build_algorithm
+from groupwise.training.assembly.prepare import build_algorithm
 from groupwise.training.checks.check_algorithm import check_algorithm
 from groupwise.training.checks.check_data import (
     check_dataset,

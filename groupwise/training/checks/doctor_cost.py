@@ -291,18 +291,16 @@ def estimate_lessons(
     )
 
 
-def peak(planned_mib: float, peak_bytes: int | None) -> Finding:
-    """Compare the peak memory so far with the plan for a whole step (MiB)."""
+def peak(planned_mib: float, peak_bytes: int | None, step: str = "a whole step") -> Finding:
+    """Compare the peak memory so far with the plan for `step` (MiB)."""
     if peak_bytes is None:
-        meaning = f"this system does not say what processes share; the plan for a whole step is {planned_mib:,.0f} MiB"
+        meaning = f"this system does not say what processes share; the plan for {step} is {planned_mib:,.0f} MiB"
         return Finding(
             "peak memory", "skipped", meaning, data={"peak_mib": None, "planned_mib": planned_mib}
         )
     peak_mib = peak_bytes / MIB
     data = {"peak_mib": peak_mib, "planned_mib": planned_mib}
-    measured = (
-        f"{peak_mib:,.0f} MiB at most so far; the plan for a whole step is {planned_mib:,.0f} MiB"
-    )
+    measured = f"{peak_mib:,.0f} MiB at most so far; the plan for {step} is {planned_mib:,.0f} MiB"
     if peak_mib > 1.2 * planned_mib:
         return Finding(
             "peak memory",

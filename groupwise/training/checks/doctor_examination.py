@@ -31,8 +31,8 @@ from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.training import rollout_builder
-from groupwise.training.build import prepare
-from groupwise.training.build.parts import Parts
+from groupwise.training.assembly import prepare
+from groupwise.training.assembly.parts import Parts
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import spread
 from groupwise.training.checks.doctor_cost import Speeds
@@ -218,7 +218,7 @@ async def measure_cost(subject: DoctorSubject) -> tuple[Speeds, float | None, in
 @contextmanager
 def _build_parts(subject: DoctorSubject) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
-    from groupwise.training.build.start import publication_folder, training_parts
+    from groupwise.training.assembly.start import publication_folder, training_parts
 
     config = subject.config
     with (

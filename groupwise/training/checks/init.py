@@ -44,6 +44,7 @@ from groupwise.training.checks.init_choices import (
     choose_dtype,
     choose_lengths,
     choose_required_keys,
+    choose_run_length,
     choose_step,
     choose_teacher_step,
     choose_trainable,
@@ -218,15 +219,19 @@ def _estimate_cost(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
     speeds, usual_length, peak = run_to_end(measure_cost(subject))
-    measured_peak = doctor_cost.peak(sizes.memory.total, peak)
 
     def step_seconds() -> float:
         speed = doctor_cost.estimate(speeds, draft.config, None, None, longest_prompt)
         return float(speed.data["step_seconds_at_most"])
 
     fit_time(draft, step_seconds)
+    choose_run_length(draft, len(prepared.prompts.examples) + prepared.prompts.dropped)
     config = draft.config
-    memory = doctor_machine.memory(_planned_memory(draft, longest_prompt), free_mib)
+    planned_mib = _planned_memory(draft, longest_prompt)
+    memory = doctor_machine.memory(planned_mib, free_mib)
+    is_smaller = planned_mib < sizes.memory.total
+    step = "the larger step that was measured" if is_smaller else "a whole step"
+    measured_peak = doctor_cost.peak(sizes.memory.total, peak, step)
     speed = doctor_cost.estimate(
         speeds, config, config.training.max_steps, usual_length, longest_prompt
     )
@@ -327,7 +332,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     findings = (*_report_cut_rows(prepared), memory)
     if not measure or memory.level == "problem":
         return Cost(prepared.layout, (*findings, _skip_speed(memory)))
-    from groupwise.training.build.start import supervised_parts
+    from groupwise.training.assembly.start import supervised_parts
 
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
     unused_folder = Path(config.run.dir) / "init"

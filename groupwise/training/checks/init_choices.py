@@ -384,8 +384,12 @@ def choose_step(draft: Draft, device: str, examples: int) -> None:
     )
     draft.choose(("training", "prompts_per_step"), prompts, "groups of a step")
     draft.choose(("training", "num_generations"), 8, "completions that are compared in a group")
-    config = draft.config
-    epoch = -(-examples // config.training.prompts_per_step)
+    choose_run_length(draft, examples)
+
+
+def choose_run_length(draft: Draft, examples: int) -> None:
+    """Choose the number of steps; its reason says how many of the steps so far chosen one pass over the examples takes."""
+    epoch = -(-examples // draft.config.training.prompts_per_step)
     steps = f"{epoch:,} step{'s' * (epoch > 1)}"
     draft.choose(
         ("training", "max_steps"),

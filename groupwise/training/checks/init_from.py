@@ -621,7 +621,9 @@ def _translate_algorithm(translation: Translation) -> None:
     _remark_on_level(translation, kind, loss, level)
     scale = translation.take("scale_rewards")
     if kind == "dr_grpo":
-        if scale not in (False, "none"):
+        if scale in (False, "none"):
+            translation.remark("scale_rewards", "none, as for every dr_grpo here")
+        else:
             translation.remark(
                 "scale_rewards",
                 f"{'group, as TRL has it without that key' if scale is None else scale}, divides by the spread of rewards there; dr_grpo "

@@ -34,7 +34,7 @@ from groupwise.tasks.rollouts.score import score_group, transcript
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
 from groupwise.training import placement, rollout_builder
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.config import (
     LoadedConfig,
     RunConfig,
@@ -529,7 +529,7 @@ async def _answer_and_score(
     config: RunConfig, task: Task, policy: PolicyWeights, server_log: Path | None = None
 ) -> tuple[EvalResult, str]:
     """Evaluate a policy. Returns the result and the fingerprint of the policy's weights. `server_log`: see `start_serving`."""
-    from groupwise.training.build.start import start_serving
+    from groupwise.training.assembly.start import start_serving
 
     asked_for = _prepare_evaluation(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric

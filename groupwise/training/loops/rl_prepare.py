@@ -44,7 +44,7 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import PromptSet, text_prompts, tokenise
 from groupwise.training import placement, rollout_builder
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.registry import Named, configured_callbacks
 from groupwise.training.callbacks.success_cache import PART as CACHED
 from groupwise.training.callbacks.success_cache import SuccessCache
@@ -105,7 +105,7 @@ def prepare_rl(
     settings = loaded.config
     check_start(loaded)
     if settings.model.backend == "tunix":
-        from groupwise.training.build.services import check_tunix
+        from groupwise.training.assembly.services import check_tunix
 
         check_tunix(settings)
     evaluates = _evaluates(settings, resolved_task)
@@ -415,7 +415,7 @@ def _beside_learner(config: RunConfig, layout: Layout) -> tuple[float, float]:
     if not layout.shares_gpus:
         if config.sampler.vllm_python is None:
             return 0.0, 0.0
-        from groupwise.training.build.servers import own_server_bytes
+        from groupwise.training.assembly.servers import own_server_bytes
 
         return own_server_bytes(config, layout)
     decoding = _decoding(config, layout)

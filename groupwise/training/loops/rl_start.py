@@ -30,7 +30,7 @@ from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
 from groupwise.tasks.rollouts.asking import RolloutKind
 from groupwise.training import rollout_builder
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
@@ -81,7 +81,7 @@ from groupwise.training.loops.training import save_checkpoint
 
 if TYPE_CHECKING:
     from groupwise.core.terminal.progress import Progress
-    from groupwise.training.build.parts import Parts
+    from groupwise.training.assembly.parts import Parts
     from groupwise.training.loops.warm_up import WarmUpResult
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ async def run_in(
     folder: RunFolder, prepared: RlPrepared, resumption: Resumption | None
 ) -> RlResult:
     """Build the parts and train; the results are in the folder."""
-    from groupwise.training.build.start import publication_folder, start_training
+    from groupwise.training.assembly.start import publication_folder, start_training
 
     started_at = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)

@@ -25,7 +25,7 @@ from groupwise.tasks.contract import Task, require
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.training import placement, rollout_builder
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, with_task_schema
 from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.training.evaluation.measures import by_prompt, distinct_share

@@ -24,7 +24,7 @@ from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
 from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherOptions, read_lessons
 from groupwise.training import placement
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.registry import configured_callbacks
 from groupwise.training.config import resolved_values, with_task_schema
 from groupwise.training.loops.prepare import (

@@ -21,7 +21,7 @@ from groupwise.core.types import Learner, Policy
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.training import rollout_builder
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.evaluation.evaluate import held_out
 from groupwise.training.loops.outcome import (
@@ -155,7 +155,7 @@ async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
-    from groupwise.training.build.start import (
+    from groupwise.training.assembly.start import (
         publication_folder,
         start_supervised,
         start_training,

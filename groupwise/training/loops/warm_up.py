@@ -19,7 +19,7 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
-from groupwise.training.build.prepare import expected_ranks
+from groupwise.training.assembly.prepare import expected_ranks
 from groupwise.training.config import LoadedConfig, compare_for_resume
 from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
 from groupwise.training.loops.resume import FIXED_FACTS

@@ -36,7 +36,7 @@ from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_co
 from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.tasks.rollouts.rows import Weights
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.loops.learning import learn
 from groupwise.training.loops.prepare import starting_from
@@ -271,7 +271,7 @@ def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str
 
 
 async def _replay(recording: _Recording) -> Replay:
-    from groupwise.training.build.start import training_parts
+    from groupwise.training.assembly.start import training_parts
 
     name = recording.path.name
     progress = Progress(f"{name}, replayed", recording.step + 1, start_step=recording.first)
@@ -308,7 +308,7 @@ async def _replay(recording: _Recording) -> Replay:
 @contextmanager
 def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
     """A temporary run folder and a folder for published weights; both are deleted at the end."""
-    from groupwise.training.build.start import publication_folder
+    from groupwise.training.assembly.start import publication_folder
 
     config = recording.config
     with (

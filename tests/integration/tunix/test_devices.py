@@ -12,7 +12,7 @@ import pytest
 
 from groupwise.algorithms.registry import make
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
-from groupwise.training.build.parts import Parts
+from groupwise.training.assembly.parts import Parts
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 
 pytestmark = [

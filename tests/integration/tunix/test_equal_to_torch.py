@@ -27,7 +27,7 @@ from groupwise.core.types import (
 from groupwise.engine.models.files import read_tensors
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.lora_config import WEIGHTS
-from groupwise.training.build.parts import Parts
+from groupwise.training.assembly.parts import Parts
 from tests.integration.tunix.conftest import Pairs
 from tests.integration.tunix.running import (
     LAYERS,

@@ -16,8 +16,8 @@ import pytest
 from groupwise.core.errors import CheckpointError, ModelError, RunError
 from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import start_training
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import start_training
 from groupwise.training.config import load_config
 from tests.processes import all_gone
 from tests.tunix_models import model_of

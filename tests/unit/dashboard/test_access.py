@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -125,3 +127,10 @@ def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() 
     ):
         with pytest.raises(Refusal, match="proxy_set_header Host"):
             door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
+
+
+@pytest.mark.parametrize("package", ["fastapi", "google.protobuf", "torch", "psycopg", "nats"])
+def test_the_extra_web_is_enough_for_the_dashboard(package: str) -> None:
+    """It brings none of what other extras bring."""
+    code = f"import sys; sys.modules[{package!r}] = None; import groupwise.dashboard.serve"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -113,9 +113,11 @@ async def test_what_they_say(client: httpx2.AsyncClient) -> None:
     [busy, idle] = whole["machines"][0]["gpus"]
     held_by = busy["held_by"][0]["job_id"]
     assert (busy["shown"], held_by, idle["shown"]) == ("held", "running-1", "free")
-    assert "role_missing" in [each["kind"] for each in whole["status"]["alarms"]]
+    remedies = {each["kind"]: each["remedy"] for each in whole["status"]["alarms"]}
+    assert "`groupwise fleet run dispatcher`" in remedies["role_missing"]
     job = await said("/jobs/running-1")
     assert (job["log"][:7], list(job["actions"])) == ("step 1\n", ["cancel"])
+    assert [bar["name"] for bar in job["timeline"]] == ["1"], "as in `fleet show`"
     waiting = await said("/jobs/waiting-1")
     assert "no dispatcher is running" in " ".join(waiting["job"]["waiting"])
     failed = await said("/jobs?status=failed")

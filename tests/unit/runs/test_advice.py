@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,23 @@ def test_equal_rewards_are_no_fault_of_a_policy_that_solves_its_examples(
     with Store.create(tmp_path / "run.db") as store:
         store.commit_step(
             StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {**CERTAIN, "rollouts/solved": solved}
+        )
+        assert [advice["problem"] for advice in advice_on(store)] == problems
+
+
+@pytest.mark.parametrize(("training", "problems"), [
+    ({}, ["sampler and learner differ"]),
+    ({"num_iterations": 1, "minibatches": 1, "max_off_policy_steps": 0}, ["sampler and learner differ"]),
+    ({"num_iterations": 2}, []),
+    ({"minibatches": 4}, []),
+    ({"max_off_policy_steps": 1}, []),
+])  # fmt: skip
+def test_a_gap_is_no_fault_if_updates_come_between_sampling_and_learning(
+    tmp_path: Path, training: dict[str, int], problems: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"training": training}))
+    with Store.create(tmp_path / "run.db") as store:
+        store.commit_step(
+            StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {"sampling/logprob_gap": 0.2}
         )
         assert [advice["problem"] for advice in advice_on(store)] == problems

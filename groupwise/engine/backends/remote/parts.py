@@ -1,6 +1,6 @@
 """The parts of a run on a training server (`groupwise rl … run.server=http://gpu-machine:8000`).
 
-`groupwise.training.build.processes` makes the same parts on this machine.
+`groupwise.training.assembly.processes` makes the same parts on this machine.
 
 `session.py` has numbered calls, file transfer in both directions, and the heartbeat. `start` opens a session, sends the necessary files,
 and returns a `RemoteSampler` and a `RemoteLearner`. Their publications and states are local files, as if the parts were in this process.

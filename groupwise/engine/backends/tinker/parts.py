@@ -1,4 +1,4 @@
-"""Sampler and learner behind the public API of a Tinker service, made by `groupwise.training.build.services` for `model.backend: tinker`.
+"""Sampler and learner behind the API of a Tinker service, made by `groupwise.training.assembly.services` for `model.backend: tinker`.
 
 service.py   the connection: address, key, errors
 losses.py    our losses as the service's, and our statistics of what it computed

@@ -1,4 +1,4 @@
-"""Sampler and learner in Tunix's environment, made by `groupwise.training.build.services` for `model.backend: tunix`.
+"""Sampler and learner in Tunix's environment, made by `groupwise.training.assembly.services` for `model.backend: tunix`.
 
 fits.py          checks that Tunix computes a model as transformers does
 environment.py   finds and creates the environment

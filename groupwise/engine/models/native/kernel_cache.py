@@ -185,7 +185,7 @@ def digest_of(folder: Traversable) -> str:
 def _tell_of_compiling(folder: str) -> None:
     """Log it once per process (the function is cached)."""
     logger.info(
-        "Compiling kernels for this processor, once, which takes 20 to 30 seconds; kept in %s",
+        "Compiling kernels for this processor, once, which takes 20 to 30 seconds of a core; kept in %s",
         folder,
         extra={"notice": True},
     )

@@ -75,7 +75,7 @@ def apply(
 
     `look_seconds`: seconds until the next observation, if the poller keeps to an interval.
     """
-    strays = _find_strays(session, vm_id, observation)
+    strays = _find_strays(session, observation)
     jobs = untracked_processes.lock(session, {stray.job for stray in strays})
     vm = _locked_machine(session, vm_id)
     now = database_time(session)
@@ -131,7 +131,8 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
     vm.facts = {**vm.facts, "missed_at": asked_at}
     if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
         contact_before, vm.contact = vm.contact, Contact.UNREACHABLE
-        vm.unreachable_since = now
+        answered_at = vm.observed_round  # 0: never; in the future: by a clock that was set back
+        vm.unreachable_since = answered_at if 0 < answered_at <= now else now
         _append_event(
             session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem}
         )
@@ -272,7 +273,7 @@ def _machine_facts(
     }
 
 
-def _find_strays(session: Session, vm_id: str, observation: Observation) -> list[MemberState]:
+def _find_strays(session: Session, observation: Observation) -> list[MemberState]:
     """Attempts that live there and are in no table, even if the folder was removed and only processes reveal them."""
     bare_processes: dict[str, MemberState] = {}
     for state in observation.quarantined:
@@ -284,9 +285,7 @@ def _find_strays(session: Session, vm_id: str, observation: Observation) -> list
                 )
     live_attempts = (state for state in observation.attempts if state.is_alive or state.may_start)
     candidates = [*live_attempts, *bare_processes.values()]
-    known_jobs = (
-        records.known_jobs(session, vm_id, {e.job for e in candidates}) if candidates else {}
-    )
+    known_jobs = records.known_jobs(session, {e.job for e in candidates}) if candidates else {}
     strays: list[MemberState] = []
     for state in candidates:
         reading, survivors = Reading(state.state), state.survivors or 0

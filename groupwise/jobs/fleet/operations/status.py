@@ -13,6 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.core.terminal.quantities import byte_size, duration
+from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Reading
 from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
 from groupwise.jobs.fleet.operations import find, machines
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -144,7 +145,7 @@ def _role_alarms(session: Session) -> Iterator[Document]:
             if is_none_running
             else f"no process has the role of {' and '.join(missing)}",
             "`groupwise fleet up` starts all of them, "
-            f"`groupwise fleet {missing[0]}` {'the first' if is_none_running else 'it'} alone",
+            f"`groupwise fleet run {missing[0]}` {'the first' if is_none_running else 'it'} alone",
             roles=missing,
         )
 
@@ -241,15 +242,17 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
                 **vm_field,
             )
         elif vm.contact == Contact.UNREACHABLE:
-            silence_note = (
-                ""
+            silence = (
+                "does not answer"
                 if vm.unreachable_since is None
-                else f" for {duration(now - vm.unreachable_since)}"
+                else f"has not answered for {duration(now - vm.unreachable_since)}"
             )
             yield _alarm(
                 "unreachable",
-                f"{vm.vm_id} does not answer{silence_note}: {vm.problem or 'no connection'}",
-                f"its jobs are left as they are; `groupwise fleet vm mark-lost {vm.vm_id}` if it never comes back",
+                f"{vm.vm_id} {silence}: {vm.problem or 'no connection'}",
+                "its jobs are left as they are"
+                + (f", unless its deadman ({duration(vm.deadman)}) ends them" if vm.deadman else "")
+                + f"; `groupwise fleet vm mark-lost {vm.vm_id}` if it never comes back",
                 **vm_field,
             )
         some_gpus_lost = vm.contact == Contact.OK and not vm.misses and vm.problem
@@ -316,9 +319,10 @@ def _gpu_alarms(session: Session) -> Iterator[Document]:
 
 
 def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
+    now = database_time(session)
     is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
     query = (
-        select(Attempt, Member.vm_id, Member.handle, Member.log_offset)
+        select(Attempt, Member.vm_id, Member.handle, Member.log_offset, Member.state)
         .join(Member, Member.epoch == Attempt.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(
@@ -330,7 +334,7 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
         .order_by(Attempt.epoch)
     )
     query = find.visible(query, actor)
-    for attempt, vm_id, handle, logged in session.execute(query):
+    for attempt, vm_id, handle, logged, state in session.execute(query):
         about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
         if attempt.cleanup == Cleanup.LEAKING:
             yield _alarm(
@@ -356,10 +360,15 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
                 **about,
             )
         elif attempt.contact == Contact.UNREACHABLE and attempt.state != AttemptState.ENDED:
+            wait = "it is left as it is until the machine answers"
+            if {"deadman", "silent_since"} <= handle.keys() and state != Reading.LOST:
+                rest = handle["silent_since"] + handle["deadman"] + DEADMAN_MARGIN - now
+                when = f"in about {duration(rest)}" if rest > 0 else "soon"
+                wait = f"if it stays silent, the job's deadman ends it there, and {when} it counts as `host_lost`, which is retried"
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",
-                f"it is left as it is until the machine answers. If it never will: `groupwise fleet vm mark-lost {vm_id}`; "
+                f"{wait}. If the machine never comes back: `groupwise fleet vm mark-lost {vm_id}`; "
                 f"if its address, user or key has changed: `groupwise fleet vm set {vm_id} --host … --port …`",
                 **about,
             )
@@ -389,8 +398,8 @@ def _not_mirrored_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             "checkpoint_not_mirrored",
             f"{job_id}: {reason}",
             f"if {vm_id} is lost, the job resumes from an older one or starts again (`groupwise fleet show {job_id}` says which there is); "
-            f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
-            "its right hash",
+            "this alarm goes when one has come. Let its trainer save more rarely or keep more (training kinds: `run.save_steps`, "
+            f"`run.save_total_limit`), in files of at most {LARGEST_BLOB >> 30} GiB, each with its right hash",
             job_id=job_id,
             epoch=epoch,
             vm_id=vm_id,

@@ -136,6 +136,6 @@ def _reasons_of_last_attempt(session: Session, job: Job, *, is_held_back: bool) 
     still_held = own.where(Attempt.job_id == job.job_id, Reservation.released_at.is_(None))
     if vm_ids := sorted(set(session.scalars(still_held))):
         reasons.append(
-            f"its last attempt has ended, but {' and '.join(vm_ids)} has not confirmed yet that all its processes are gone"
+            f"its last attempt keeps its place: {' and '.join(vm_ids)} has not confirmed yet that all its processes are gone"
         )
     return reasons

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from groupwise.training import placement
-from groupwise.training.build.parts import Parts
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.parts import Parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.config import load_config
 from tests.forked_zygote import fork_zygotes
 

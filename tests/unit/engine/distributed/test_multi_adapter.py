@@ -27,8 +27,8 @@ from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.training import placement
-from groupwise.training.build.parts import ServingParts
-from groupwise.training.build.start import models_over, start_base, start_training
+from groupwise.training.assembly.parts import ServingParts
+from groupwise.training.assembly.start import models_over, start_base, start_training
 from groupwise.training.config import load_config
 from tests.forked_zygote import fork_zygotes
 

@@ -145,7 +145,7 @@ from pathlib import Path
 from benchmarks import step
 from benchmarks.work import Work
 from groupwise.training import placement
-from groupwise.training.build.start import training_parts
+from groupwise.training.assembly.start import training_parts
 from groupwise.training.loops.rl_prepare import planned_sizes
 from groupwise.engine.distributed.prefork import MODULES
 from groupwise.engine.models.native import compiled, kernels, products

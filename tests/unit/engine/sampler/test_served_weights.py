@@ -23,7 +23,7 @@ from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 from groupwise.training import placement
-from groupwise.training.build.start import start_serving
+from groupwise.training.assembly.start import start_serving
 from groupwise.training.config import load_config
 from groupwise.training.evaluation import evaluate
 

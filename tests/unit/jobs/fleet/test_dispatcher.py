@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet import dispatcher as dispatchers
 from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.jobs.fleet.attempts.effects import Side
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines import observation
@@ -412,6 +413,8 @@ async def test_a_deadman_frees_a_job_whose_launch_may_still_be_on_its_way(
             host.faultless()
         await fleet.until(lambda: fleet.attempts("job")[0].contact == "unreachable", ticks=False)
         assert fleet.attempts("job")[0].state == "launching"
+        [alarm] = [each for each in alarms(fleet) if each["kind"] == "attempt_unreachable"]
+        assert "host_lost" in alarm["remedy"], "it ends without an operator"
         fleet.rack.advance(165.0)
         await silent_for(fleet, 165.0)
         await fleet.until(lambda: len(fleet.rack.running()) == 1)
@@ -514,6 +517,15 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
         assert ("job", epoch) in fleet.rack.running()
         assert ("stranger", 5) in fleet.rack.running()
         assert len(said(fleet, "attempt.untracked")) == 1
+
+
+async def test_a_live_attempt_is_left_alone_whichever_machine_reports_it(
+    fleet: InProcessFleet,
+) -> None:
+    """Machines that share a home folder report each other's attempts."""
+    async with job_running(fleet, fleet.dispatcher()):
+        known = fleet.database.read(lambda s: records.known_jobs(s, ["job"]))["job"]
+        assert stray(epoch_of(fleet, "job"), Reading.RUNNING, known) is Stray.LEAVE
 
 
 def _launch(job: str, epoch: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 
 from groupwise.core.errors import ConfigError, ModelError, RunError, TaskError
 from groupwise.core.findings import Report
-from groupwise.training.build import start
-from groupwise.training.build.parts import Parts
+from groupwise.training.assembly import start
+from groupwise.training.assembly.parts import Parts
 from groupwise.training.checks import doctor_examination as module
 from groupwise.training.checks import doctor_machine
 from groupwise.training.checks.doctor import doctor

@@ -388,6 +388,17 @@ def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
     assert config["sampler"]["max_completion_length"] == 150
 
 
+@pytest.mark.parametrize("scale", ["false", "none", "true", "batch"])
+def test_dr_grpo_says_what_became_of_the_scale(scale: str) -> None:
+    """Not that it has its default value: TRL divides by the spread unless told otherwise."""
+    _, report = small(f"loss_type: dr_grpo\nscale_rewards: {scale}")
+    (finding,) = [
+        each for each in report.findings if "scale_rewards" in f"{each.name} {each.measured}"
+    ]
+    assert finding.name == "scale_rewards"
+    assert report.details["keys"]["scale_rewards"] == "taken"
+
+
 def test_texts_that_end_a_completion() -> None:
     config, report = small("generation_kwargs: {stop_strings: ['</a>'], min_new_tokens: 3}")
     assert config["sampler"]["stop"] == ["</a>"]

@@ -30,7 +30,7 @@ def test_it_says_what_is_asked_and_where_results_go(
     def loads(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("groupwise.training.build.start.start_serving", loads)
+    monkeypatch.setattr("groupwise.training.assembly.start.start_serving", loads)
     plan = planned(capsys, "--samples-per-prompt", "2", "eval.temperature=1.0")
     assert plan["policies"] == ["base"]
     assert (plan["prompts"], plan["samples_per_prompt"]) == (3, 2)

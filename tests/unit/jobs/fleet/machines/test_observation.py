@@ -466,7 +466,9 @@ def test_three_misses_make_it_unreachable_and_one_answer_ends_that(
     assert (fleet.vm.contact, fleet.vm.problem) == ("ok", "cut")
     assert fleet.miss("cut") == 3
     vm = fleet.vm
-    assert (vm.contact, vm.unreachable_since is not None) == ("unreachable", True)
+    assert (vm.contact, vm.unreachable_since) == ("unreachable", vm.observed_round), (
+        "since its last answer"
+    )
     fleet.miss("cut")
     assert caplog.text.count("does not answer") == 1
     assert fleet.observed() == {"GPU-0": "ok"}

@@ -4,7 +4,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.training import placement
-from groupwise.training.build.start import start_base, training_parts
+from groupwise.training.assembly.start import start_base, training_parts
 from groupwise.training.config import load_config
 
 

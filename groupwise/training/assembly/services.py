@@ -31,8 +31,8 @@ from groupwise.engine.models.adapters import (
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.load import configured_stop_token_ids, model_folder, text_config_of
 from groupwise.engine.models.lora_config import scaling_of
-from groupwise.training.build.parts import LearningParts, Parts, ServingParts
-from groupwise.training.build.prepare import with_configured_stops
+from groupwise.training.assembly.parts import LearningParts, Parts, ServingParts
+from groupwise.training.assembly.prepare import with_configured_stops
 from groupwise.training.config import RunConfig
 from groupwise.training.placement import Layout, apply_layout, layout_from_response
 from groupwise.training.rollout_builder import longest_completion

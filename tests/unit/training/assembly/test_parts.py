@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from groupwise.engine.models import probes
-from groupwise.training.build.parts import Closable
+from groupwise.training.assembly.parts import Closable
 
 
 def test_memory_of_all_processes_counts_what_they_share_once(monkeypatch):

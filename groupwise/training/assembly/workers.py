@@ -1,6 +1,6 @@
 """Makes a worker: the parts that a process has, whether it is this one, the zygote of ranks, or one of several with a model each.
 
-`groupwise.training.build.processes` decides which process makes which kind. This module imports torch.
+`groupwise.training.assembly.processes` decides which process makes which kind. This module imports torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.servers.local_policy import TorchPolicy
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
-from groupwise.training.build.prepare import needs_reference, with_configured_stops
+from groupwise.training.assembly.prepare import needs_reference, with_configured_stops
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import Layout, apply_layout
 from groupwise.training.sft_config import load_sft_config
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from groupwise.core.types import Sampler
     from groupwise.engine.distributed.multi_adapter import NewModel
     from groupwise.engine.learner.engine import LearnerEngine
-    from groupwise.training.build.parts import Kind
+    from groupwise.training.assembly.parts import Kind
     from groupwise.training.placement import AnyConfig
 
 
@@ -273,7 +273,7 @@ def _build_sampler(
     config: RunConfig, layout: Layout, sampler_weights: Any, tokenizer: Any
 ) -> Sampler:
     if config.sampler.engine != "torch":
-        from groupwise.training.build.servers import server_sampler
+        from groupwise.training.assembly.servers import server_sampler
 
         return server_sampler(config, layout, TorchPolicy(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":

@@ -1,4 +1,4 @@
-"""The parts of a run: what `groupwise.training.build.start` returns, and ends with `close`.
+"""The parts of a run: what `groupwise.training.assembly.start` returns, and ends with `close`.
 
 The parts may be in this process, in ranks or other processes of this machine, or behind a server or service; callers see no difference.
 """

@@ -2,7 +2,7 @@
 
 from groupwise.engine.distributed import prefork
 from groupwise.training import placement
-from groupwise.training.build import prepare
+from groupwise.training.assembly import prepare
 from groupwise.training.config import load_config
 
 

@@ -17,8 +17,8 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.torchrun import read_torchrun_rank
-from groupwise.training.build.parts import Kind
-from groupwise.training.build.prepare import refuse_servers, refuse_services
+from groupwise.training.assembly.parts import Kind
+from groupwise.training.assembly.prepare import refuse_servers, refuse_services
 from groupwise.training.config import RunConfig
 from groupwise.training.placement import Layout, first_gpu
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from groupwise.training.placement import AnyConfig
 
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
-WORKER_FACTORY = "groupwise.training.build.workers:make_worker_from_json"
+WORKER_FACTORY = "groupwise.training.assembly.workers:make_worker_from_json"
 
 
 def build_workers_now(
@@ -60,7 +60,7 @@ async def build_workers(
 
 def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
     prefork.end_zygote()
-    from groupwise.training.build.workers import make_worker_here
+    from groupwise.training.assembly.workers import make_worker_here
 
     return make_worker_here(kind, config, layout, **arguments)
 

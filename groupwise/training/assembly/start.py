@@ -34,9 +34,9 @@ from groupwise.engine.distributed.multi_adapter import (
 from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankPolicy, RankSampler
 from groupwise.runs import publications
-from groupwise.training.build.parts import LearningParts, Parts, ServingParts
-from groupwise.training.build.prepare import refuse_servers
-from groupwise.training.build.processes import (
+from groupwise.training.assembly.parts import LearningParts, Parts, ServingParts
+from groupwise.training.assembly.prepare import refuse_servers
+from groupwise.training.assembly.processes import (
     WORKER_FACTORY,
     build_workers,
     build_workers_now,
@@ -74,7 +74,7 @@ async def start_training(
     builds the parts.
     """
     if config.run.server is not None or config.model.backend in ("tunix", "tinker"):
-        from groupwise.training.build import services
+        from groupwise.training.assembly import services
 
         return await services.start_training(config, layout, run, publish_folder)
     if layout.samplers:
@@ -89,7 +89,7 @@ async def start_training(
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
         # The ranks only learn; the first one checks the log-probabilities of the servers, or all do that together.
         try:
-            from groupwise.training.build.servers import server_sampler
+            from groupwise.training.assembly.servers import server_sampler
 
             divided = layout.parts > 1
             local_policy = RankPolicy(workers, divided=divided)
@@ -120,7 +120,7 @@ async def start_supervised(
 ) -> LearningParts:
     """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None or config.model.backend == "tinker":
-        from groupwise.training.build import services
+        from groupwise.training.assembly import services
 
         return await services.start_supervised(config, layout, run, folder)
     workers = await build_workers("supervised", config, layout, run=run, folder=str(folder))
@@ -135,7 +135,7 @@ async def start_serving(
     `server_log`: file for the output of a vLLM server that is started for it; None: one in the cache.
     """
     if config.run.server is not None or config.model.backend in ("tunix", "tinker"):
-        from groupwise.training.build import services
+        from groupwise.training.assembly import services
 
         return await services.start_serving(config, layout, weights)
     folder = None if weights is None else str(weights)
@@ -151,7 +151,7 @@ async def start_serving(
     assert workers.sampler is not None
     by_http = _by_http(workers.sampler, config)
     if by_http is not None:
-        from groupwise.training.build.servers import serve_policy
+        from groupwise.training.assembly.servers import serve_policy
 
         if server_log is not None:
             by_http.follow_server(server_log, logger.warning)
