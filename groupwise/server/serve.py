@@ -281,7 +281,7 @@ class _Server:
             await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
             listening.cancel()
             if not answering.done():
-                self._print_address()
+                self._print_address(serving.service.active_conductor() is not None)
                 await self._until_ending(serving, answering)
             await self._shut_down(built, serving, http)
             await answering
@@ -352,7 +352,7 @@ class _Server:
             return
         logger.info("run %s is ready, as --start-with has it", answer.run_id)
 
-    def _print_address(self) -> None:
+    def _print_address(self, continues: bool) -> None:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         visible_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -363,15 +363,21 @@ class _Server:
             else f"every request needs one of {len(self._keys)} key(s)"
         )
         header = "" if self._keys is None else ' -H "Authorization: Bearer $GROUPWISE_API_KEY"'
-        route, body = (
-            ("start", '{"model_id": "tiny"}')
-            if self._start_with is None
-            else ("completions", '{"prompt": "Hello"}')
-        )
+        if continues:  # another start would be refused
+            request = f"{address}/status{header}"
+        else:
+            route, body = (
+                ("start", '{"model_id": "tiny"}')
+                if self._start_with is None
+                else ("completions", '{"prompt": "Hello"}')
+            )
+            request = (
+                f"-X POST {address}/{route}{header} -H 'Content-Type: application/json' -d '{body}'"
+            )
         lines = (
             f"Groupwise serves at {address}; {need}.",
             f"  all files are kept in {config.folder}; the routes are listed at {address}/openapi.json",
-            f"  next: curl -X POST {address}/{route}{header} -H 'Content-Type: application/json' -d '{body}'",
+            f"  next: curl {request}",
         )
         if self._in_front is not None:
             lines += (f"  watch: {address}/dashboard in a browser",)

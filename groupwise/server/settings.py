@@ -77,7 +77,7 @@ class ServerConfig(Strict):
 
     completions_wait: float = setting(
         300.0,
-        "Seconds for which a request for completions waits for room before it gets 429.",
+        "Seconds for which a request for completions waits for room before it gets 429; under /v1 also for an engine that starts again.",
         gt=0,
     )
     sampling_time_limit: float = setting(

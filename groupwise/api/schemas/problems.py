@@ -106,7 +106,8 @@ KINDS: Mapping[str, Kind] = {
     "run_active": Kind(
         409,
         "A run is active",
-        "A training is under way. Stop it first, or start with `replace: true`, which stops it cleanly.",
+        "A training is under way. To go on with it, leave the start out: GET /status has its step. For another one, stop it first, or "
+        "start with `replace: true`, which stops it cleanly.",
     ),
     "finished": Kind(
         409,

@@ -46,8 +46,8 @@ from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_conf
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
-LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
-"""The config key in the section `rollout` of each limit that can end a rollout."""
+LIMITS = {"turns": "max_turns", "tokens": "the length limit"}
+"""What cuts a rollout off, by its `ended_by`. Tokens have several limits: of a rollout, and of a call of a training server's client."""
 MAX_NAMED = 100
 """Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 

@@ -75,6 +75,10 @@ class Host(Protocol):
         """The run that accepts new requests; raises a Refusal if there is none."""
         ...
 
+    async def wait_for_engine(self) -> Conductor:
+        """The same, once its engine accepts calls; raises a Refusal if that takes too long."""
+        ...
+
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await the engine's answer; its errors become Refusals."""
         ...
@@ -200,16 +204,17 @@ class OpenAIService:
         """The key of the stored answer that this retry repeats; None if there is none."""
         return await self._ledger.do(storing.claim_answer, caller, retry)
 
-    def with_template(self, ask: GenerationRequest) -> GenerationRequest:
+    async def with_template(self, ask: GenerationRequest) -> GenerationRequest:
         """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
         another. Refuses a `reasoning_effort` that the template does not know.
+
+        Every request comes here first, so it waits here for an engine that is started again: the client of OpenAI would use up its few
+        retries within seconds.
         """
+        conductor = await self._host.wait_for_engine()
         if not ask.columns:
             return ask
-        template, chosen = (
-            self._host.active().status.opened.chat_template,
-            self._config.tool_call_parser,
-        )
+        template, chosen = conductor.status.opened.chat_template, self._config.tool_call_parser
         if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
             raise field_refusal(
                 "reasoning_effort",

@@ -127,7 +127,7 @@ async def _completion_response(
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = service.with_template(parse_request(body, storage))
+    ask = await service.with_template(parse_request(body, storage))
     context = await with_retry_key(service, ask, body, storage, context)
     if body.stream:
         encoder = partial(

@@ -57,7 +57,7 @@ async def _create(
     if body.previous_response_id is not None:
         previous = await service.kept_response(caller, body.previous_response_id, PREVIOUS)
         messages = [*previous.messages, *messages]
-    ask = _generation_request(service, body, messages, storage)
+    ask = await _generation_request(service, body, messages, storage)
     context = await with_retry_key(service, ask, body, storage, context)
 
     def keep(transaction: Transaction, completed: Completed) -> None:
@@ -75,11 +75,11 @@ async def _create(
     return await context.run_idempotent(lambda: service.answer(ask, context.caller, render, also))
 
 
-def _generation_request(
+async def _generation_request(
     service: OpenAIService, body: ResponsesRequest, messages: Messages, storage: StorageHeaders
 ) -> GenerationRequest:
     try:
-        ask = service.with_template(parse_request(chat_request(body, messages), storage))
+        ask = await service.with_template(parse_request(chat_request(body, messages), storage))
     except Refusal as refusal:
         raise in_own_names(refusal) from None
     field_names = {name: own_name(field) for name, field in ask.field_names.items()}

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.waiting import ChangeNotifier
+from groupwise.core.waiting import ChangeNotifier, wait_at_most
 from groupwise.runs import find
 from groupwise.server.ledger.runs import RunRow, Tokenizer
 from groupwise.server.run.conductor import Conductor, RunStatus
@@ -48,6 +49,21 @@ class ActiveRun:
         if self.conductor.phase in ENDED:
             raise self.conductor.refusal()
         return self.conductor
+
+    async def wait_for_engine(self) -> Conductor:
+        """Wait for the engine of the run that accepts new requests, for at most `completions_wait` seconds: it may be starting again, also
+        because the server does. Refuses if the engine accepts no calls by then, or never will.
+        """
+        deadline = time.monotonic() + self.config.completions_wait
+        while True:
+            changed = self.changed.next_event
+            conductor = self.active()
+            if conductor.is_serving:
+                return conductor
+            left = deadline - time.monotonic()
+            if conductor.phase not in ("starting", "recovering") or left <= 0:
+                raise conductor.refusal()
+            await wait_at_most(left, changed)
 
     def any_run(self) -> RunRow:
         """The current or most recent run. Refuses with `not_started` before the first."""

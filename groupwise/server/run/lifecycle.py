@@ -117,7 +117,10 @@ class RunLifecycle:
         )
         self._active_run.conductor = self._conductor_of(request, open_request)
         self._active_run.conductor.start_steps()
-        logger.info("the run %s continues", active.run)
+        logger.info(
+            "the run %s continues: first its engine takes the steps after its last checkpoint again",
+            active.run,
+        )
 
     async def start(
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
@@ -266,6 +269,7 @@ class RunLifecycle:
                 if marker is not None:
                     marker.parent.mkdir(exist_ok=True)
                     await asyncio.to_thread(atomic_files.write_file, marker, b"")
+                logger.info("loading %s", conductor.model)
                 status = await conductor.begin()
                 await self._keep_tokenizer(conductor, status)
                 return status

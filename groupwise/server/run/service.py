@@ -80,6 +80,7 @@ class Service:
         # Called by the other protocols (OpenAI, Tinker, parts).
         self.active_conductor = active_run.active_conductor
         self.active = active_run.active
+        self.wait_for_engine = active_run.wait_for_engine
         self.machine_lock = self._lifecycle.machine_lock
         """Held while a run, or an engine for something else, is started or ended."""
         self.machine_users: dict[str, MachineUser] = {}

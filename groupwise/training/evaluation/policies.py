@@ -42,7 +42,8 @@ def find_policy(reference: str, runs_dir: Path) -> PolicyWeights:
         weights = find.newest_weights(address.path)
         if weights is None:
             raise ModelError(
-                f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
+                f"The run {address.name!r} has no checkpoint yet (run.save_steps; a training server also writes one on request), so its "
+                "weights are those of its base model: the policy 'base'."
             )
         return PolicyWeights(find.label_of(address.path, weights), weights, address.path)
     except RunNotFoundError as not_a_run:

@@ -42,6 +42,8 @@ class FakeService:
     """`fails` has what a method raises, `blocked` the methods that wait until `let_go` is set."""
 
     def __init__(self) -> None:
+        self.has_run = False
+        """Whether a run is active."""
         self.fails: dict[str, BaseException] = {}
         self.blocked: set[str] = set()
         self.let_go = asyncio.Event()
@@ -64,6 +66,9 @@ class FakeService:
         self.opened: list[OpenVersion] = []
         self.began = False
         self.shut = False
+
+    def active_conductor(self) -> object | None:
+        return self if self.has_run else None
 
     async def _called(self, name: str, argument: Any = None) -> None:
         self.calls.append((name, argument))

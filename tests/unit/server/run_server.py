@@ -1,7 +1,7 @@
-"""`serve` with a fake service, as a process of its own: `python -m tests.unit.server.run_server FOLDER [settings.yaml | slow]`.
+"""`serve` with a fake service, as a process of its own: `python -m tests.unit.server.run_server FOLDER [settings.yaml | slow | continues]`.
 
 A request for completions waits for as long as the service is not shut down, and is told as an event. A slow service is never done
-with shutting down.
+with shutting down; one that continues has an active run from the start.
 """
 
 import asyncio
@@ -56,11 +56,12 @@ class Telling(FakeService):
 def main(folder: str, more: str | None = None) -> int:
     settings = {"output_dir": folder, "port": 0, "shutdown_seconds": 60.0}
     config = read_settings(None, os.environ, settings, ())
-    slow = more == "slow"
-    start_with = read_start(Path(more)) if more and not slow else None
+    start_with = read_start(Path(more)) if more and more not in ("slow", "continues") else None
+    service = Telling(slow=more == "slow")
+    service.has_run = more == "continues"
 
     async def build(_: ServerConfig) -> Services:
-        return Services(cast("Service", Telling(slow=slow)))
+        return Services(cast("Service", service))
 
     try:
         return serve(config, None, start_with, build)

@@ -147,6 +147,11 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         process.wait_for_output("ending; a second signal ends at once")
 
 
+def test_a_server_with_an_active_run_proposes_no_start(tmp_path: Path) -> None:
+    with server(tmp_path, "continues") as process:
+        process.wait_for_output("next: curl http://.*/status\n")
+
+
 def test_a_run_that_cannot_be_begun_ends_the_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,10 @@ from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.openai import service, storing
 from groupwise.server.openai.service import MAX_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
+from tests.fake_engine import FakeEngine
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
-from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, open_service, record
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, open_service, record
 from tests.unit.server.test_schema_walk import RAW, WRONG
 
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
@@ -429,6 +430,40 @@ async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
         gate.set()
         await asyncio.gather(*waiting)
         await client.text()
+
+
+class SlowToOpen(Open):
+    """Its engine opens the run when the event of `hold("open")` is set."""
+
+    async def _engine(self) -> FakeEngine:
+        engine = await super()._engine()
+        engine.hold("open")
+        return engine
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_after_a_restart_of_the_server_a_call_waits_for_the_engine(tmp_path, path) -> None:
+    body = CHAT if "chat" in path else {"model": "latest", "input": "abc"}
+    async with asking(tmp_path):
+        pass
+    async with (
+        open_service(tmp_path, SlowToOpen, completions_wait=0.05) as served,
+        client_of(served.app()) as http,
+    ):
+        error = await Client(http).expect_refusal(503, path, body)
+        assert error["code"] == "engine_recovering"
+        served.engine.hold("open").set()
+        await served.until(lambda status: status.phase == "running")
+    async with (
+        open_service(tmp_path, SlowToOpen, completions_wait=20.0) as served,
+        client_of(served.app()) as http,
+    ):
+        call = asyncio.create_task(http.post(path, json=body))
+        await wait_until_async(lambda: served.engines)
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        served.engine.hold("open").set()
+        assert (await call).status_code == 200
 
 
 async def test_an_engine_that_is_lost_breaks_a_stream_off_with_an_error(tmp_path) -> None:
