@@ -140,7 +140,7 @@ class TestNats:
         assert lines(caplog, "is there")
         assert not [token for token in ("wrong-canary", nats.TOKEN) if token in caplog.text]
 
-    async def test_what_may_not_be_rung_is_tried_once(self, tmp_path, caplog):
+    async def test_a_publish_without_permission_is_not_retried(self, tmp_path, caplog):
         more = "authorization { users: [{ user: u, password: p, permissions: { publish: x } }] }"
         with nats.server(tmp_path, token=None, more=more) as strict:
             bell = NatsDoorbell(NatsAccess(strict.url, user="u", password="p"))

@@ -681,7 +681,9 @@ def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
 
 
-def test_what_is_late_is_swept(person: Person, python: list[str], account: FakeAws) -> None:
+def test_sweep_finds_only_overdue_machines(
+    person: Person, python: list[str], account: FakeAws
+) -> None:
     script = job(person)
     for each in ("early", "late"):
         person.types(*python, "--detach", "--name", each, *script)

@@ -240,7 +240,7 @@ async def test_dropping_waits_for_what_is_under_way_and_then_refuses_and_frees_t
         assert await step(again, 0) == seen
 
 
-async def test_what_it_held_is_freed(tmp_path):
+async def test_a_dropped_adapter_frees_its_tensors(tmp_path):
     """Its learner and sampler with all their tensors; the modules of the base are its own again."""
 
     def tensors() -> int:

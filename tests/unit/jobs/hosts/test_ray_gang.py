@@ -112,7 +112,7 @@ def test_the_others_run_what_the_first_one_says_and_end_after_it(gang: Gangs) ->
 
 
 @pytest.mark.parametrize("how", ["ends", "is gone"])
-def test_where_another_one_ends_all_do(
+def test_all_ranks_end_when_one_ends(
     gang: Gangs, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_gang, "NOTICE", 0.1)

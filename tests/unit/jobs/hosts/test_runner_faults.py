@@ -293,7 +293,9 @@ def test_cancel_reaches_what_was_stopped_and_the_grace_is_everybody_s(here: Mach
 
 @pytest.mark.parametrize("prefix", ["", "env -i"])
 @pytest.mark.parametrize("how", ["ends", "is cancelled"])
-def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str, how: str) -> None:
+def test_daemons_of_a_job_are_killed_when_it_ends(
+    here: Machine, method: str, prefix: str, how: str
+) -> None:
     words, limits = daemon(here, prefix=prefix), {"grace_seconds": 0.1}
     ends = "exit 6" if how == "ends" else FOR_EVER
     until_there = "until [ -e daemon ]; do sleep 0.02; done"

@@ -96,13 +96,13 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
-def test_what_says_the_same(gold, answer):
+def test_equivalent_answers_match(gold, answer):
     assert answer_matches(gold, answer)
     assert answer_matches(answer, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), OTHER)
-def test_what_does_not(gold, answer):
+def test_different_answers_do_not_match(gold, answer):
     assert not answer_matches(gold, answer)
 
 

@@ -289,7 +289,7 @@ def test_a_gold_solution_that_does_not_solve_its_own_board_is_refused(answer, sa
         rubric.check_rows({7: {"board": BOARD, "answer": answer}})
 
 
-def test_it_is_a_that_leaves():
+def test_another_car_at_the_exit_does_not_solve_the_board():
     board = "AoooBBoooooooooo"
     assert played(board, "B>2") == ("AoooooBBoooooooo", 1, False)
     with pytest.raises(ValueError, match="A does not reach"):

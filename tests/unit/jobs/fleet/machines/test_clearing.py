@@ -113,7 +113,7 @@ def test_what_is_not_over_for_certain_stays(database: Database) -> None:
     assert free(database, names) == []
 
 
-def test_what_no_table_knows_stays(database: Database) -> None:
+def test_unknown_attempts_are_not_cleared(database: Database) -> None:
     ((job, epoch),) = write(database, Ended())
     assert free(database, [(job, epoch + 1), ("stranger", epoch), ("stranger", 7)]) == []
 

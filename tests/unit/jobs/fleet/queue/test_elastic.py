@@ -27,7 +27,7 @@ def slurm(**said: Any) -> Elastic:
     ({"name": "ray", "options": ["GPU=1"]}, "asked for by --gpus"),
     ({"name": "ray", "address": "ray://head:10001"}, "address of Ray's dashboard"),
 ])  # fmt: skip
-def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word: str) -> None:
+def test_an_invalid_engine_is_kept_with_its_problem(document: Any, word: str) -> None:
     found = elastic_of(document)
     assert found is not None
     assert word in str(found.problem)

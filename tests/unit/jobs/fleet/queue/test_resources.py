@@ -9,7 +9,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue.resources import fits_model, parse
 
 
-def test_nothing_said_is_settled_by_the_fleet() -> None:
+def test_gpu_count_defaults_to_1_if_the_fleet_has_gpus() -> None:
     assert parse().settled(1).gpu_count == 1
     assert parse().settled(0).gpu_count == 0
     for asked in (parse(gpu_model="a100"), parse(gpu_memory=40_000), parse(share=10_000)):
