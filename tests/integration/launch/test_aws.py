@@ -228,7 +228,7 @@ def _forbidden(*_: Any) -> Any:
     raise AwsRefused("your user of AWS may not do that.", "UnauthorizedOperation")
 
 
-async def test_who_decided_before_another_has_started_a_machine_starts_none(
+async def test_two_clients_at_once_start_only_one_machine(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = reach("kept-1"), reach("kept-2")

@@ -170,7 +170,9 @@ async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, alone):
 
 @TIED
 @IN_ONE
-async def test_others_come_and_go_in_the_middle(processes, tmp_path, alone):
+async def test_adding_and_dropping_other_adapters_does_not_change_one_in_training(
+    processes, tmp_path, alone
+):
     wanted = await alone("attention", count=3)
     base, models = await base_of(processes)
     with closing(base):

@@ -333,9 +333,7 @@ def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
 
 
 @pytest.mark.parametrize("voided", [False, True])
-def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
-    here: Machine, voided: bool
-) -> None:
+def test_a_job_without_its_folder_is_killed_by_its_mark(here: Machine, voided: bool) -> None:
     here.sh(f"echo $$ >pid; {FOR_EVER}")
     pid, supervisor = int(here.written("pid")), here.state()["supervisor"]
     shutil.rmtree(here.folder())

@@ -156,7 +156,7 @@ def test_the_first_cell_that_is_not_free_stops_the_play(moves, cells, legal):
     assert played(BOARD, moves) == (cells, legal, False)
 
 
-def test_nothing_goes_around_the_end_of_a_row():
+def test_a_car_cannot_wrap_around_the_end_of_a_row():
     for board, moves in (("AooooBooo", "B>1"), ("AooBooooo", "B<1"), ("AooBooBoo", "Bv1")):
         assert played(board, moves) == (board, 0, False)
 

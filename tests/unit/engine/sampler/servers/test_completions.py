@@ -178,7 +178,7 @@ def test_ids_and_log_probabilities_are_taken_verbatim():
         (answer((3, 4), finish_reason="abort"), "finish_reason 'abort'"),
     ],
 )  # fmt: skip
-def test_what_is_no_answer_says_what_came(given, told):
+def test_an_invalid_answer_of_the_server_is_named_in_the_error(given, told):
     with pytest.raises(EndpointError, match=told):
         read(given)
 

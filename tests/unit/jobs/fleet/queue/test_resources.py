@@ -67,7 +67,7 @@ def test_models_are_found_by_the_names_that_people_type() -> None:
     ({"gpus": "2", "gpu_model": "MIG-3g.40gb"}, "only one MIG device"), ({"gpus": "MIG-ab,MIG-cd"}, "only one MIG device"),
     ({"gpus": f"GPU-{'a' * 16},GPU-aaaaaaaa-bbbb"}, "of one vendor"), ({"gpus": "MIG-3g.40gb"}, "a count (2)"),
 ])  # fmt: skip
-def test_what_no_gpu_can_be(asked: dict[str, Any], told: str) -> None:
+def test_contradictory_gpu_requests_are_refused(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         parse(**asked)
 
