@@ -26,7 +26,7 @@ from groupwise.jobs.fleet.dispatcher import DispatcherDependencies, GlobalJobDis
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.notify.local import LocalNotifier
 from groupwise.jobs.fleet.queue import admission, capacity
 from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.states import FINAL, Contact
@@ -133,11 +133,11 @@ def submit(database: Database, jobs: int) -> None:
 @contextlib.asynccontextmanager
 async def _dispatching(database: Database, rack: FakeHosts, folder: Path) -> AsyncIterator[None]:
     gateway, store = Gateway(database), BlobStore(folder / "blobs")
-    bell = LocalDoorbell(folder)
+    notifier = LocalNotifier(folder)
     parts = DispatcherDependencies(
         database=database,
         host=lambda machine: rack[machine.vm_id],
-        bell=bell,
+        listener=notifier,
         logs=LogMirror(folder / "logs", gateway),
         checkpoints=CheckpointMirror(store, gateway),
         collector=Collector(folder / "artefacts", store, gateway),
@@ -152,7 +152,7 @@ async def _dispatching(database: Database, rack: FakeHosts, folder: Path) -> Asy
         dispatcher.stop()
         await running
         await cancel_and_wait(working)
-        await bell.close()
+        await notifier.close()
 
 
 async def _work(rack: FakeHosts) -> None:

@@ -25,10 +25,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.client import FleetClient
-from groupwise.jobs.fleet.notify.base import Doorbell
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
-from groupwise.jobs.fleet.notify.nats import NatsDoorbell, access_from
-from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+from groupwise.jobs.fleet.notify.base import Notifier
+from groupwise.jobs.fleet.notify.local import LocalNotifier
+from groupwise.jobs.fleet.notify.nats import NatsNotifier, access_from
+from groupwise.jobs.fleet.notify.postgres import PostgresNotifier
 from groupwise.jobs.fleet.operations import submission
 from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import admission
@@ -173,7 +173,7 @@ class Waits:
 
 
 def by_sweep(url: str | None, jobs: int) -> Waits:
-    """Nobody rings; the dispatcher looks every two seconds."""
+    """No notification; the dispatcher looks every two seconds."""
     with fleet(url, NATS_URL="off") as made:
         _play(made)
         return _waits(made, jobs, _nobody, phases=5)
@@ -188,22 +188,22 @@ def by_doorbell(kind: str, url: str | None, jobs: int) -> Waits:
             address = "off"
         made = held.enter_context(fleet(url, NATS_URL=address, **NO_SWEEP))
         _play(made)
-        bell: Callable[[], Doorbell] = {
-            "local": lambda: LocalDoorbell(made.folder),
-            "postgresql": lambda: PostgresDoorbell(made.database.connection_arguments()),
-            "nats": lambda: NatsDoorbell(access_from(address, {"NATS_TOKEN": nats.TOKEN})),
+        notifier: Callable[[], Notifier] = {
+            "local": lambda: LocalNotifier(made.folder),
+            "postgresql": lambda: PostgresNotifier(made.database.connection_arguments()),
+            "nats": lambda: NatsNotifier(access_from(address, {"NATS_TOKEN": nats.TOKEN})),
         }[kind]
-        return _waits(made, jobs, lambda job_id: asyncio.run(_ring(bell(), job_id)))
+        return _waits(made, jobs, lambda job_id: asyncio.run(_ring(notifier(), job_id)))
 
 
 def _nobody(job_id: str) -> None:
     """Is told."""
 
 
-async def _ring(bell: Doorbell, job_id: str) -> None:
-    bell.open()
-    bell.ring([job_id])
-    await bell.close()
+async def _ring(notifier: Notifier, job_id: str) -> None:
+    notifier.open()
+    notifier.notify([job_id])
+    await notifier.close()
 
 
 def _play(made: Fleet) -> None:
@@ -212,9 +212,9 @@ def _play(made: Fleet) -> None:
     made.until_ready()
     job_id, _ = made.submit()
     if made.environment.get("GROUPWISE_FLEET_SWEEP_SECONDS"):
-        # heard as soon as its dispatcher listens; each of the following is rung for once
+        # heard as soon as its dispatcher listens; each of the following is announced once
         while not made.database.read(lambda s: s.scalar(select(Attempt.epoch))):
-            asyncio.run(_ring(LocalDoorbell(made.folder), job_id))
+            asyncio.run(_ring(LocalNotifier(made.folder), job_id))
             time.sleep(0.1)
     made.began(job_id)
 

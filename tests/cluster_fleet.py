@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
 from groupwise.jobs.fleet.up import Hosts
 from groupwise.jobs.hosts.files import BlobStore
-from tests.in_process_fleet import SOMEBODY, NoJitter, SilentBell, nothing, quick
+from tests.in_process_fleet import SOMEBODY, NoJitter, SilentNotifier, nothing, quick
 from tests.processes import TIMEOUT_S
 
 PACE = Pace(interval=0.3, longest=0.3, listed=0.1, spread=0.0, least=0.1)
@@ -85,7 +85,7 @@ class ClusterFleet:
         parts = DispatcherDependencies(
             database=self.database,
             host=self.hosts,
-            bell=SilentBell(),
+            listener=SilentNotifier(),
             logs=LogMirror(self.folder / "logs", gateway),
             checkpoints=CheckpointMirror(store, gateway, keep=2),
             collector=Collector(self.folder / "artefacts", store, gateway),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from groupwise.jobs.fleet.api.serve import Address, serving, serving_commands
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.notify.local import LocalNotifier
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store.database import Database
 
@@ -27,7 +27,7 @@ def api(
     """Its address."""
     address, environment = Address(port=0), dict(environment or {})
     with _in_thread(
-        place, lambda bell: serving(place, database, bell, address, environment)
+        place, lambda notifier: serving(place, database, notifier, address, environment)
     ) as url:
         yield url
 
@@ -35,13 +35,13 @@ def api(
 @contextmanager
 def commands_answered(database: Database, place: FleetPlace) -> Iterator[None]:
     """As by `groupwise fleet up`, for commands that are given the folder."""
-    with _in_thread(place, lambda bell: serving_commands(place, database, bell)):
+    with _in_thread(place, lambda notifier: serving_commands(place, database, notifier)):
         yield
 
 
 @contextmanager
 def _in_thread(
-    place: FleetPlace, server: Callable[[LocalDoorbell], AbstractAsyncContextManager[T]]
+    place: FleetPlace, server: Callable[[LocalNotifier], AbstractAsyncContextManager[T]]
 ) -> Iterator[T]:
     told: list[T] = []
     ready = threading.Event()
@@ -49,12 +49,12 @@ def _in_thread(
     ending = asyncio.Event()
 
     async def serve() -> None:
-        bell = LocalDoorbell(place.folder)
-        async with server(bell) as address:
+        notifier = LocalNotifier(place.folder)
+        async with server(notifier) as address:
             told.append(address)
             ready.set()
             await ending.wait()
-        await bell.close()
+        await notifier.close()
 
     def run() -> None:
         try:

@@ -55,8 +55,8 @@ class NoJitter(random.Random):
         return 0.0
 
 
-class SilentBell:
-    """A doorbell that nobody rings."""
+class SilentNotifier:
+    """A notifier that never receives anything."""
 
     async def wait(self, timeout: float) -> frozenset[str]:
         await asyncio.sleep(timeout)
@@ -142,7 +142,7 @@ class InProcessFleet:
         parts = DispatcherDependencies(
             database=self.database,
             host=self.host,
-            bell=SilentBell(),
+            listener=SilentNotifier(),
             logs=self.fetched,
             checkpoints=self.fetched,
             collector=self.fetched,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.core.types import Completion, Example, GroupRequest, Policy, Prompt, SamplingParams
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.seeds import member_seed
 
 Say = Callable[[int, str], str]
@@ -70,9 +70,9 @@ def ask_for(
     max_tokens: int = 50,
     stop: tuple[str, ...] = (),
     **columns: Any,
-) -> Ask:
+) -> RolloutRequest:
     """An ask as the loop makes it."""
-    return Ask(
+    return RolloutRequest(
         draw=draw,
         example=Example(2, prompt, columns),
         prompt_ids=tuple(prompt_ids),

@@ -22,7 +22,7 @@ Tensor: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class SiblingSums:
     """For each row, sums over the other rows of its rollout; see `groupwise.core.types.SiblingRowStats`."""
 
     tokens_B: Tensor
@@ -52,7 +52,7 @@ class TokenBatch:
     """Log-probabilities under the reference policy; required if `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
     """Log-probabilities under the learner's weights at the start of the step; None in its first update, where they are the policy's own."""
-    others: Others | None = None
+    others: SiblingSums | None = None
     """Sums over the other rows of each rollout; None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
     """`Row.credits` of each row: the advantage of each token. None: each row has one for all its tokens."""
@@ -183,7 +183,7 @@ class NeedsNothing:
 
 
 class Algorithm(Loss, Protocol):
-    """Turns groups into weights, and log-probabilities into a loss."""
+    """Turns groups into credits, and log-probabilities into a loss."""
 
     @property
     def ratio_of_rollout(self) -> bool:
@@ -233,8 +233,8 @@ class Algorithm(Loss, Protocol):
         """The divisor of each loss component of a step; 0 if none of its groups was scored."""
         ...
 
-    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
-        """True if rows with these weights can have a gradient; otherwise they need not be computed."""
+    def teaches(self, credits: Sequence[RolloutCredit | None]) -> bool:
+        """True if rows with these credits can have a gradient; otherwise they need not be computed."""
         ...
 
     def adapted(self, kl: float, rollouts: int) -> Self:

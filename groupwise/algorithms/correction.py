@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import Others, Tensor
+from groupwise.algorithms.base import SiblingSums, Tensor
 
 Correction: TypeAlias = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -32,7 +32,7 @@ def importance_weights(
     mask_BT: Tensor,
     mode: Correction,
     bounds: tuple[float, float],
-    others: Others | None = None,
+    others: SiblingSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weight of each token, and True where one of the bounds (floor, cap) changed it; 1 and False outside the mask."""
     gap_BT = ops.masked_difference(proximal_BT.detach(), sampling_BT.detach(), mask_BT)

@@ -138,9 +138,9 @@ class Distillation(Clipped):
             denominators["distillation"] = denominators["policy"]
         return denominators
 
-    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
+    def teaches(self, credits: Sequence[RolloutCredit | None]) -> bool:
         """True if there is any row: the teacher has something to say of each."""
-        return any(weight is not None for weight in weights)
+        return any(credit is not None for credit in credits)
 
     def loss(self, batch: TokenBatch) -> LossResult:
         """The sums at the top of this module. Raises ValueError if the batch lacks the teacher's numbers."""

@@ -332,10 +332,10 @@ class GroupRelative(NeedsNothing, ABC):
             if self.trains(rollout)
         )
 
-    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
+    def teaches(self, credits: Sequence[RolloutCredit | None]) -> bool:
         """True if an advantage is not 0; with a KL penalty or an entropy bonus, if there is any row."""
         always = self.needs_reference or self.needs_entropy_gradient
-        return any(always or not weight.is_zero for weight in weights if weight is not None)
+        return any(always or not credit.is_zero for credit in credits if credit is not None)
 
     def adapted(self, kl: float, rollouts: int) -> Self:
         """The algorithm with a beta moved towards `kl_target`; unchanged without a target."""

@@ -72,10 +72,10 @@ class KlCov(ScaledRewards, GroupRelative):
         largest = sorted(places, key=lambda place: (-covariances[place], place))[:count]
         return zero_advantages(groups, credits, frozenset(largest))
 
-    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
+    def teaches(self, credits: Sequence[RolloutCredit | None]) -> bool:
         """Also true if all tokens of the only rollout with an advantage are chosen ones."""
-        return GroupRelative.teaches(self, weights) or any(
-            weight is not None and weight.advantage != 0 for weight in weights
+        return GroupRelative.teaches(self, credits) or any(
+            credit is not None and credit.advantage != 0 for credit in credits
         )
 
     def surrogate(

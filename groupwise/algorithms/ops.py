@@ -5,7 +5,7 @@ Values outside the mask are replaced before they are exponentiated or multiplied
 
 from __future__ import annotations
 
-from groupwise.algorithms.base import Others, Tensor, TokenBatch
+from groupwise.algorithms.base import SiblingSums, Tensor, TokenBatch
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios (nats) are clamped to ± this before they are exponentiated: exp(89) is infinite in float32, and 0 · ∞ a NaN gradient. Beyond
@@ -22,7 +22,7 @@ def bound_log_ratio(log_ratio_BT: Tensor) -> Tensor:
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) -> Tensor:
+def token_counts(mask_BT: Tensor, like: Tensor, others: SiblingSums | None = None) -> Tensor:
     """Number of trained tokens in each row's rollout, at least 1, as [B, 1] in the dtype of `like`."""
     counts_B1 = (mask_BT != 0).sum(-1, keepdim=True)
     if others is not None:
@@ -31,7 +31,7 @@ def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) ->
 
 
 def sequence_log_ratio(
-    log_ratio_BT: Tensor, others: Others | None, mask_BT: Tensor, *, mean: bool
+    log_ratio_BT: Tensor, others: SiblingSums | None, mask_BT: Tensor, *, mean: bool
 ) -> Tensor:
     """Give each token the log-ratio of its whole rollout: the mean or the sum of its tokens' log-ratios.
 

@@ -17,7 +17,7 @@ from groupwise.engine.models.tokens import completion_text, prompt_ids
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names
 from groupwise.notebook.friendly_errors import is_count, plain_number
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
@@ -145,7 +145,7 @@ async def complete(
 
         async def answer(index: int) -> str:
             example, ids = prompt_set.at(index)
-            ask = Ask(
+            ask = RolloutRequest(
                 draw=index,
                 example=example,
                 prompt_ids=ids,

@@ -295,7 +295,7 @@ class _Server:
 
         def log_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("a task beside the requests failed", exc_info=error)
+                logger.error("a background task failed", exc_info=error)
 
         for task in background_tasks:
             task.add_done_callback(log_failure)
@@ -308,13 +308,15 @@ class _Server:
     async def _shut_down(self, built: Services, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
         seconds = self._config.shutdown_seconds
-        logger.info("ending; a second signal ends at once")
+        logger.info("shutting down; a second signal ends the process at once")
         serving.end()
         try:
             async with asyncio.timeout(seconds):
                 await built.shut_down(seconds)
         except TimeoutError:
-            logger.warning("the service was not done within shutdown_seconds, %g", seconds)
+            logger.warning(
+                "the service did not shut down within shutdown_seconds, which is %g", seconds
+            )
         seconds_left = max(seconds - (time.monotonic() - began), MIN_FOR_CONNECTIONS)
         http.config.timeout_graceful_shutdown = max(round(seconds_left), 1)
         http.should_exit = True
@@ -350,7 +352,7 @@ class _Server:
             self._refused = UsageError(f"--start-with was refused: {error}")
             serving.ending.set()
             return
-        logger.info("run %s is ready, as --start-with has it", answer.run_id)
+        logger.info("run %s is ready, started by --start-with", answer.run_id)
 
     def _print_address(self, continues: bool) -> None:
         config = self._config
@@ -383,7 +385,7 @@ class _Server:
             lines += (f"  watch: {address}/dashboard in a browser",)
         if not (config.is_local or config.tls_certificate or config.proxy_headers):
             lines += (
-                "  keys and prompts can be read on their way: give tls_certificate and tls_key, or put a proxy in front",
+                "  keys and prompts can be read in transit: give tls_certificate and tls_key, or put a proxy in front",
             )
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()

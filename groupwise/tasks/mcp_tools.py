@@ -257,7 +257,7 @@ class _Connection:
             )
             await self.close()
             raise ToolUnavailable(
-                f"The MCP server `{self._name}` ({self._address}) cannot be used: {problem}{_last_words(log)}"
+                f"The MCP server `{self._name}` ({self._address}) cannot be used: {problem}{_last_output(log)}"
             )
 
     async def close(self) -> None:
@@ -424,7 +424,7 @@ def _described_error(error: BaseException) -> str:
     return str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
 
 
-def _last_words(log: TextIO) -> str:
+def _last_output(log: TextIO) -> str:
     """The end of what a server wrote to its standard error, for a message."""
     log.seek(0)
     text = clean(log.read().strip()[-_LOG_CHARS:])

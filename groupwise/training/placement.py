@@ -1,4 +1,4 @@
-"""Decides how a run's work is laid out on this machine: device, number format, processes, threads and slots.
+"""Chooses a run's layout on this machine: device, number format, processes, threads and slots (`choose_layout`).
 
 The config's settings are kept; everything else is chosen to suit the machine. The layout is decided once, at the start of a run, and
 recorded.
@@ -236,8 +236,8 @@ def layout_from_response(facts: Mapping[str, Any]) -> Layout:
         return Layout(**facts)
     except TypeError:
         raise UsageError(
-            "run.server: the server lays work out by other facts than this version knows. Install the same version of groupwise in both "
-            "places."
+            "run.server: the layout that the server sent has other fields than this version knows. Install the same version of groupwise "
+            "in both places."
         ) from None
 
 
@@ -401,7 +401,7 @@ def teacher_bytes(config: RunConfig, device: str, sharing: int) -> float:
 
 
 def _learners_share(config: AnyConfig, learners: int, *, shares_gpus: bool) -> float:
-    """The part of a GPU's free memory that its learner may take: what the sampler's keys and values there leave, but a tenth."""
+    """The fraction of a GPU's free memory that its learner may take: `USABLE`, less what the sampler takes on that GPU."""
     if shares_gpus:
         return USABLE - SHARE_OF_CACHE
     if not isinstance(config, RunConfig) or samplers_of(config) or config.sampler.url:
@@ -439,7 +439,7 @@ def samplers_of(config: AnyConfig) -> int:
 
 
 def _process_count(config: AnyConfig, device: str) -> int:
-    """The configured number of processes, or a suitable one."""
+    """The configured number of processes, or `most_processes`; 1 for a small model, and if processes cannot share a model here."""
     configured = config.run.processes
     can_share = device == "cpu" and sys.platform.startswith("linux")
     if configured is not None and configured > 1 and not can_share:
@@ -456,7 +456,7 @@ def _process_count(config: AnyConfig, device: str) -> int:
 
 
 def most_processes(config: AnyConfig) -> int:
-    """The configured number of processes, or a suitable one as far as the config alone shows: one per busy thread.
+    """The configured number of processes, or the largest useful one that the config shows: one per thread, each with enough work.
 
     Unsloth has one process. Full fine-tuning has one, because each process would need a copy of all weights.
     """

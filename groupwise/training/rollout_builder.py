@@ -27,7 +27,7 @@ from groupwise.tasks.rewards.registry import configured_rubric
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
-from groupwise.tasks.rollouts.asking import Ask, RolloutKind
+from groupwise.tasks.rollouts.asking import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.environment import EnvironmentRollouts, Limits
 from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
@@ -306,7 +306,9 @@ async def first_prompts(
     assert isinstance(rollouts, EnvironmentRollouts)
     params = SamplingParams(max_tokens=1)
     requests = [
-        Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
+        RolloutRequest(
+            draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params
+        )
         for draw, (example, ids) in enumerate(zip(examples, prompt_ids, strict=True))
     ]
     try:

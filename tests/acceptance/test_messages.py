@@ -98,7 +98,7 @@ def task(old: str, new: str) -> None:
     Path("task.py").write_text(TASK.replace(old, new))
 
 
-def test_what_works_works(groupwise):
+def test_rl_and_eval_succeed_with_the_valid_config(groupwise):
     assert groupwise("rl").code == 0
     said = groupwise("eval")
     assert (said.code, "accuracy" in said.out) == (0, True)

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from groupwise.cli.main import main
 from groupwise.jobs.fleet import up
 from groupwise.jobs.fleet.attempts.effects import Gateway
-from groupwise.jobs.fleet.queue.claim import Round
+from groupwise.jobs.fleet.queue.claim import ClaimResult
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class MortalGateway(Gateway):
 
 def is_effect(name: str, result: object) -> bool:
     """A queue that was found empty is none."""
-    return not isinstance(result, Round) or bool(result.claimed)
+    return not isinstance(result, ClaimResult) or bool(result.claimed)
 
 
 if __name__ == "__main__":

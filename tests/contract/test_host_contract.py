@@ -102,7 +102,7 @@ async def arrived(marker: Path) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_what_was_asked_arrives_and_what_was_answered_comes_back(host: Host) -> None:
+async def test_requests_and_answers_travel_unchanged(host: Host) -> None:
     text = "words; $(touch x) 'and' \"quotes\"\n"
     answer = await ask(host, "echo", some=text, more=[1, None, "é→\n"])
     told = answer.body["told"]

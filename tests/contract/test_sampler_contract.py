@@ -151,7 +151,7 @@ async def test_a_stop_text_may_be_spread_over_tokens(pair):
     assert stop not in found[:-1]
 
 
-async def test_nothing_ends_before_its_least_length(pair):
+async def test_min_tokens_is_kept_unless_max_tokens_is_smaller(pair):
     """But it may be cut off there."""
     await ready(pair)
     stops = (pair.end_id, *range(5, 10))

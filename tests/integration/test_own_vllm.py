@@ -382,7 +382,7 @@ def test_it_has_the_gpus_that_the_learner_leaves(
         assert server_gpus(count, parallel, memory, learners, in_turn=in_turn) == gpus
 
 
-def test_it_has_those_gpus_alone_that_the_run_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_only_gpus_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
     assert server_gpus(2, 1, None, 1, in_turn=True) == ServerGpus(("GPU-7",), 0.9)
 

@@ -39,7 +39,7 @@ def loss_gradient(
     *,
     padding: int = 0,
 ) -> tuple[float, list[list[float]]]:
-    """`Σ component / denominator` of one micro-batch, and its slope in the log-probability of each token of each row.
+    """`Σ component / denominator` of one micro-batch, and its derivative by the log-probability of each token of each row.
 
     Logprobs and entropies (nats) are those of each row's completion; padding has NaN, which must have no effect.
     """
@@ -56,10 +56,10 @@ def loss_gradient(
     total = torch.stack(
         [value / denominators[name] for name, value in result.components.items()]
     ).sum()
-    (slopes_BT,) = torch.autograd.grad(
+    (gradient_BT,) = torch.autograd.grad(
         total, (logprobs_BT,), allow_unused=True, materialize_grads=True
     )
     lengths = [len(row.completion_ids) for row in rows]
     return total.item(), [
-        slopes[:length] for slopes, length in zip(slopes_BT.tolist(), lengths, strict=True)
+        gradient[:length] for gradient, length in zip(gradient_BT.tolist(), lengths, strict=True)
     ]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
+from groupwise.algorithms.base import Loss, LossResult, SiblingSums, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core import atomic_files
 from groupwise.core.interruption import wait_until_done
@@ -487,12 +487,12 @@ def token_batch(batch: Batch, forward: ForwardResult) -> TokenBatch:
     )
 
 
-def _sibling_stats(batch: Batch, device: torch.device) -> Others | None:
+def _sibling_stats(batch: Batch, device: torch.device) -> SiblingSums | None:
     """Sums over the other rows of each row's rollout; None if each row is a whole rollout."""
     if all(row.others is None for row in batch.rows):
         return None
     siblings = [row.others or SiblingRowStats(0) for row in batch.rows]
-    return Others(
+    return SiblingSums(
         tokens_B=torch.tensor([stats.tokens for stats in siblings], device=device),
         log_weights_B=torch.tensor([stats.log_weight for stats in siblings], device=device),
         log_ratios_B=torch.tensor([stats.log_ratio for stats in siblings], device=device),

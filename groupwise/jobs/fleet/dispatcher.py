@@ -4,7 +4,7 @@
 
     renewing     every 8 s, one statement renews the lease of every attempt that it owns and returns the list of them. Any attempt of
                  that list that is not being driven is driven from then on
-    claiming     at every ring of the doorbell, and at least every 2 s: admit new rows, claim the jobs for which there is room
+    claiming     at every notification of new jobs, and at least every 2 s: admit new rows, claim the jobs for which there is room
     adopting     every 2 s: take over attempts whose owner has not renewed its lease; at the start this finds those of ended dispatchers
     requests     every 2 s: cancellations and lost machines wake the drives that they concern. If the poller saw a machine reboot, or
                  answer again, the machine is asked at once, over a new connection, since the kept one may be dead without a sign. If its
@@ -48,9 +48,9 @@ from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
-from groupwise.jobs.fleet.attempts.write_batching import Reads
+from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
-from groupwise.jobs.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
+from groupwise.jobs.fleet.machines.clearing import MachineClearing, Retention, is_doctor_attempt
 from groupwise.jobs.fleet.machines.reaching import runner_of
 from groupwise.jobs.fleet.queue import admission, claim
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
@@ -70,11 +70,11 @@ MAY_HAVE_LEFT_PROCESSES = frozenset(
 """Voided too: the folder of a running attempt may have been removed by hand; the attempt then looks as if it never started."""
 
 
-class Bell(Protocol):
-    """The part of a doorbell that the dispatcher needs: waiting for a ring."""
+class Listener(Protocol):
+    """The part of a notifier that the dispatcher needs: waiting for a notification."""
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """Ids of jobs that were rung for; empty on a timeout."""
+        """Ids of jobs that were announced; empty on a timeout."""
         ...
 
 
@@ -99,7 +99,7 @@ class DispatcherDependencies:
     database: Database
     host: Callable[[Machine], Host]
     """Returns the connection to a machine. It may return the same one for the same row, and it keeps and closes them."""
-    bell: Bell
+    listener: Listener
     logs: LogMirror
     checkpoints: CheckpointMirror
     collector: Collector
@@ -122,7 +122,7 @@ class Tuning:
     rng: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
-    keeping: Keeping = field(default_factory=Keeping)
+    retention: Retention = field(default_factory=Retention)
     clock: Callable[[], float] = time.monotonic
     """Monotonic clock of this process, in seconds."""
     began: float | None = None
@@ -162,12 +162,12 @@ class GlobalJobDispatcher:
         self._started_at = self._tuning.began
         self.unobserved_machines: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
-        self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
+        self._clearing = MachineClearing(self._gateway, self._tuning.retention)
         self._watches = Watches(self._start_watch, self._runner_for, self._tuning.pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
-            snapshots=Reads(
+            snapshots=BatchedReads(
                 dependencies.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
             ),
             runner=self._runner_for,
@@ -269,8 +269,8 @@ class GlobalJobDispatcher:
         return adopted
 
     async def _claim_when_notified(self) -> None:
-        """Claim jobs at the start, at every ring, and whenever the sweep is due."""
-        await self._dependencies.bell.wait(self._tuning.intervals.sweep)
+        """Claim jobs at the start, at every notification, and whenever the sweep is due."""
+        await self._dependencies.listener.wait(self._tuning.intervals.sweep)
         if await self.knows_what_runs():
             await self.claim()
         else:
@@ -475,7 +475,7 @@ class GlobalJobDispatcher:
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _stop_attempt(runner, state)
-                case Stray.REPORT if not is_doctors(state.job, state.epoch):
+                case Stray.REPORT if not is_doctor_attempt(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
                         records.record_untracked,

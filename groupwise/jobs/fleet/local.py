@@ -34,7 +34,7 @@ from groupwise.jobs.hosts.files import BlobStore
 
 if TYPE_CHECKING:
     from groupwise.api.http.in_process import InProcessTransport
-    from groupwise.jobs.fleet.notify.composite import SeveralDoorbells
+    from groupwise.jobs.fleet.notify.composite import SeveralNotifiers
     from groupwise.jobs.fleet.store.database import Database
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _FleetTransport(httpx2.BaseTransport):
         """`use_socket`: whether to look for a process at the socket."""
         self._place, self._open_database = place, open_database
         self._lock = threading.Lock()
-        self._doorbell: SeveralDoorbells | None = None
+        self._notifier: SeveralNotifiers | None = None
         self._in_process: InProcessTransport | None = None
         self._stack = ExitStack()
         self._folder = OpenFolder(place.folder)
@@ -78,10 +78,10 @@ class _FleetTransport(httpx2.BaseTransport):
         return self._local_application().handle_request(request)
 
     def close(self) -> None:
-        """Flush pending rings of the doorbell, then stop the application."""
+        """Send the pending ids of the notifier, then stop the application."""
         with self._stack:
-            if self._in_process is not None and self._doorbell is not None:
-                self._in_process.run(self._doorbell.close())
+            if self._in_process is not None and self._notifier is not None:
+                self._in_process.run(self._notifier.close())
                 self._in_process.close()
 
     def _open_socket(self) -> httpx2.HTTPTransport | None:
@@ -112,17 +112,17 @@ class _FleetTransport(httpx2.BaseTransport):
                     from groupwise.api.http.in_process import InProcessTransport
                     from groupwise.jobs.fleet.api.app import make_local_app
                     from groupwise.jobs.fleet.api.serving import Folders, LocalServing
-                    from groupwise.jobs.fleet.notify.composite import LazyDoorbells, doorbell_of
+                    from groupwise.jobs.fleet.notify.composite import LazyNotifiers, notifier_of
                 finally:
                     gc.freeze()  # exclude the imported objects from later collections
                     gc.enable()
                 place, database = self._place, self._open_database()
-                # Without NATS: connecting takes longer than the other doorbells need to wake a dispatcher.
-                self._doorbell = LazyDoorbells(
-                    doorbell_of(place.folder, database, None, os.environ).doorbells
+                # Without NATS: connecting takes longer than the other notifiers need to wake a dispatcher.
+                self._notifier = LazyNotifiers(
+                    notifier_of(place.folder, database, None, os.environ).notifiers
                 )
                 folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
-                serving = LocalServing(database, folders, self._doorbell, place.secrets)
+                serving = LocalServing(database, folders, self._notifier, place.secrets)
                 self._in_process = InProcessTransport(make_local_app(serving))
             return self._in_process
 

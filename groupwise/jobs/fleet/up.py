@@ -62,9 +62,9 @@ from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
 from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
-from groupwise.jobs.fleet.machines.clearing import Keeping
+from groupwise.jobs.fleet.machines.clearing import Retention
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
-from groupwise.jobs.fleet.notify.composite import doorbell_of
+from groupwise.jobs.fleet.notify.composite import notifier_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.operations import machines
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -313,7 +313,7 @@ class _ControlPlane:
         self._nats = nats and {"url": nats.shown, "whole": nats.is_shown_whole}
         uses_folder = any(self._uses_folder(role) for role in self._roles)
         self._folder = processes.folder_identity(place.folder) if uses_folder else None
-        self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
+        self._notifier = notifier_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._play_dispatcher,
             "poller": self._play_poller,
@@ -327,7 +327,7 @@ class _ControlPlane:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_stop_signal, number)
-        self._bell.open()
+        self._notifier.open()
         try:
             async with self._serve_api(address) as url, asyncio.TaskGroup() as group:
                 role_tasks = [group.create_task(self._run_role(role)) for role in self._roles]
@@ -342,7 +342,7 @@ class _ControlPlane:
                 for task in other_tasks:
                     task.cancel()
         finally:
-            await self._bell.close()
+            await self._notifier.close()
             await self._hosts.close()
         await self._sign_off()
         return 0
@@ -355,11 +355,11 @@ class _ControlPlane:
             return
         from groupwise.jobs.fleet.api.serve import serving, serving_commands
 
-        async with serving_commands(self._place, self._database, self._bell):
+        async with serving_commands(self._place, self._database, self._notifier):
             if address is None:
                 yield None
                 return
-            async with serving(self._place, self._database, self._bell, address) as url:
+            async with serving(self._place, self._database, self._notifier, address) as url:
                 yield url
 
     async def _play_api(self, _: _Role) -> None:
@@ -442,7 +442,7 @@ class _ControlPlane:
             Tuning(
                 intervals=intervals,
                 concurrency=settings.concurrency,
-                keeping=Keeping(
+                retention=Retention(
                     3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
                 ),
                 began=started_at,
@@ -466,7 +466,7 @@ class _ControlPlane:
             host=self._hosts,
             note_restart=self._hosts.note_restart,
             keep_only=self._hosts.keep_only,
-            bell=self._bell,
+            listener=self._notifier,
             logs=LogMirror(place.logs, gateway),
             checkpoints=CheckpointMirror(store, gateway, keep=self._settings.keep_checkpoints),
             collector=Collector(place.artefacts, store, gateway),

@@ -364,14 +364,14 @@ class EngineProcess:
         finally:
             self._channel.end()
             exit_description = self._reap(process)
-        last_words = self._output.last_output()
+        last_output = self._output.last_output()
         if self._stop_reason is not None:
             return (
                 self._stop_reason
                 if self._stop_reason == _CLOSED
-                else self._stop_reason + last_words
+                else self._stop_reason + last_output
             )
-        return f"The engine ended: {exit_description}{last_words}"
+        return f"The engine ended: {exit_description}{last_output}"
 
     def _handle_messages(self, process: Popen[bytes]) -> None:
         """Handle messages until the engine is gone or is to be ended."""

@@ -238,7 +238,7 @@ def expire_overdue(transaction: Transaction) -> list[GroupRow]:
     return overdue
 
 
-def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
+def mark_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
     """End the run's waiting and held groups that were sampled at a step before `sampled_before`; returns them with their earlier states."""
     states = states_before("go_stale")
     outrun = _select_groups(

@@ -70,7 +70,7 @@ def make_plan(
     in the caller: MoveError.
     """
     require_active(transaction, run)
-    if (existing := living_plan(transaction, run, step)) is not None:
+    if (existing := plan_of_step(transaction, run, step)) is not None:
         raise MoveError(
             f"step {step} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
         )
@@ -129,7 +129,7 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
     return _read_plan(transaction, plan.id)
 
 
-def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None:
+def plan_of_step(transaction: Transaction, run: str, step: int) -> PlanRow | None:
     """The plan of a step that is planned or trained (not quarantined)."""
     plan_id = transaction.value(
         "SELECT id FROM plans WHERE run = ? AND step = ? AND state <> 'quarantined'", (run, step)
@@ -208,7 +208,7 @@ _PROBLEM_CODES = {
 
 
 def _require_plan(transaction: Transaction, run: str, step: int) -> PlanRow:
-    plan = living_plan(transaction, run, step)
+    plan = plan_of_step(transaction, run, step)
     if plan is None:
         raise MoveError(f"step {step} of run {run} has no plan; make one first.")
     return plan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from groupwise.api.schemas.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
+from groupwise.server.run.engine_supervisor import DISK_FULL_RETRY_SECONDS, is_full
 
 _PATH = re.compile(PATH_PATTERN)
 
@@ -118,7 +118,7 @@ class Files:
                 file.write(content)
         except OSError as error:
             if is_full(error):
-                raise Refusal("disk_full", retry_after=FULL_SECONDS) from None
+                raise Refusal("disk_full", retry_after=DISK_FULL_RETRY_SECONDS) from None
             problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"
             raise Refusal("invalid_request", f"{problem}.", field="path", problem=problem) from None
         return FolderAnswer(files=[FileFacts(path=target.name, size=offset + len(content))])

@@ -26,7 +26,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.ledger.idempotency import InFlightRequests, StoredResponse
 from groupwise.server.run.activity import known_clients
-from groupwise.server.run.engine_supervisor import FULL_SECONDS
+from groupwise.server.run.engine_supervisor import DISK_FULL_RETRY_SECONDS
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 
@@ -58,7 +58,7 @@ class Serving(Shared):
         if not isinstance(error, DiskFull):
             return None
         logger.error("%s", error)
-        return Refusal("disk_full", retry_after=FULL_SECONDS)
+        return Refusal("disk_full", retry_after=DISK_FULL_RETRY_SECONDS)
 
     async def refused(self, facts: Facts) -> None:
         """Count a refusal in the run's counters. This writes to the disk, so only refused work of authorised callers counts."""

@@ -48,7 +48,7 @@ from groupwise.server.run.engine_supervisor import EngineSupervisor, TooManyRest
 
 logger = logging.getLogger(__name__)
 
-RECENT = 0.2
+NEWEST_STEP_WEIGHT = 0.2
 """Weight of the newest step in the moving average of seconds per step."""
 
 StopReason = Literal["stop", "replace", "shut down"]
@@ -57,7 +57,7 @@ one stays the active run in the ledger until the other one is open, and goes on 
 """
 
 _STATES: Mapping[StopReason, RunState] = {"stop": "stopped"}
-"""State in the ledger of a run that is left for good."""
+"""State in the ledger of a run that is stopped for good."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class RunStatus:
             seconds = now - self.stepped_at
             average = self.seconds_per_step
             self.seconds_per_step = (
-                seconds if average is None else average + RECENT * (seconds - average)
+                seconds if average is None else average + NEWEST_STEP_WEIGHT * (seconds - average)
             )
         self.stepped_at = now
         self.step, self.policy, self.metrics = done.record.step + 1, done.policy, done.metrics
@@ -152,7 +152,7 @@ class Conductor:
 
     @property
     def is_serving(self) -> bool:
-        """True while the run has an engine that it does not leave."""
+        """True while the run has an engine and is not being stopped."""
         return self._engine is not None and self.phase == "running"
 
     @property
@@ -225,7 +225,7 @@ class Conductor:
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """Tokenizer files of the started engine."""
-        assert self._engine is not None, "it has begun"
+        assert self._engine is not None, "no engine was started"
         return await self._engine.tokenizer_files()
 
     def start_steps(self) -> None:
@@ -249,14 +249,14 @@ class Conductor:
         done, _ = await asyncio.wait((self._task,), timeout=seconds)
         if not done:
             logger.warning(
-                "the step under way is given up after %g s; it is taken again when the run continues",
+                "the step in progress was aborted after %g s; it is repeated when the run continues",
                 seconds,
             )
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         state = _STATES.get(why)
         if self.phase == "stopping" and state is not None:
-            self.phase = "stopped"  # stopped without its engine, which is gone
+            self.phase = "stopped"  # the engine was ended before it could close the run
             step = self.last_status.step if self.last_status else 0
             await self._ledger.do(steps.end_run, self._run_name, state, EventKind.STOPPED, step)
 
@@ -284,7 +284,7 @@ class Conductor:
             self._changed.notify()
 
     async def _run_on_engine(self) -> bool:
-        """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
+        """Take steps until the run ends or is stopped, or the engine is lost; returns False if another engine should continue."""
         try:
             engine = self._engine or await self._recover()
             await self._accept_requests()
@@ -302,10 +302,10 @@ class Conductor:
         self.last_error = str(error)
         await self._supervisor.end()
         if self._stop_reason is not None:
-            logger.warning("the engine was lost while the run was left: %s", error)
+            logger.warning("the engine ended while the run was being stopped: %s", error)
             return False
         self.phase = "recovering"
-        logger.warning("the engine is begun again: %s", error)
+        logger.warning("restarting the engine: %s", error)
         self._changed.notify()
         try:
             if is_full(error):
@@ -348,7 +348,7 @@ class Conductor:
         else:
             await engine.close_run(finished=False)
             await self._announce_checkpoint()
-            assert self._stop_reason is not None, "it takes steps until then"
+            assert self._stop_reason is not None, "steps end only at the last one or for a reason"
             if (state := _STATES.get(self._stop_reason)) is not None:
                 self.phase = "stopped"
                 await self._ledger.do(
@@ -413,7 +413,7 @@ class Conductor:
     # --- steps ------------------------------------------------------------------------------------
 
     async def _take_steps(self, engine: Engine) -> None:
-        """Take steps when they are due, until the last one is done or the run is to be left."""
+        """Take steps when they are due, until the last one is done or the run is to be stopped."""
         # Number of rewarded groups that make a step due; None: only clients request steps.
         size = None if self.request.steps == "manual" else self.request.prompts_per_step
         while self._stop_reason is None and self.status.step < self.status.max_steps:
@@ -465,7 +465,7 @@ class Conductor:
 
     @property
     def _run_name(self) -> str:
-        assert self._open_request.run is not None, "it was opened"
+        assert self._open_request.run is not None, "the run was not opened"
         return self._open_request.run
 
     def _end_admission(self) -> None:

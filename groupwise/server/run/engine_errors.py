@@ -12,7 +12,7 @@ from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import EngineLost, InvalidSampleRequest, Opened
 from groupwise.server.engine.sampling_checks import check_characters, texts_of
 from groupwise.server.run.conductor import Conductor
-from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
+from groupwise.server.run.engine_supervisor import DISK_FULL_RETRY_SECONDS, is_full
 from groupwise.tasks.openai.sampling import OrderField
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
     if isinstance(error, Refusal):
         return error
     if is_full(error):
-        return Refusal("disk_full", str(error), retry_after=retry_after or FULL_SECONDS)
+        return Refusal("disk_full", str(error), retry_after=retry_after or DISK_FULL_RETRY_SECONDS)
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
 

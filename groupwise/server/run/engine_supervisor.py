@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE = 0.5
 """Seconds before the second restart in a window; doubled with each one, up to LONGEST_PAUSE."""
 LONGEST_PAUSE = 30.0
-LOOK_AT_DISK = 5.0
+DISK_CHECK_SECONDS = 5.0
 """Seconds between two attempts to write to a full disk."""
-SOME = 1 << 20
+MIN_WRITABLE_BYTES = 1 << 20
 """Bytes that must be writable before an engine is started again; about what a step of a small run writes."""
 
 
@@ -107,10 +107,10 @@ class EngineSupervisor:
     async def wait_for_disk(self, folder: Path) -> None:
         """Wait until a full disk can be written to again. If the write fails for another reason, return at once."""
         while _is_still_full(folder):
-            await self._timing.sleep(LOOK_AT_DISK)
+            await self._timing.sleep(DISK_CHECK_SECONDS)
 
 
-FULL_SECONDS = 10.0
+DISK_FULL_RETRY_SECONDS = 10.0
 """Seconds after which a client refused because of a full disk may ask again."""
 
 
@@ -131,7 +131,7 @@ def is_full(error: BaseException) -> bool:
 def _is_still_full(folder: Path) -> bool:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(SOME))
+            file.write(bytes(MIN_WRITABLE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

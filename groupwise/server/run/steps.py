@@ -49,7 +49,7 @@ def next_step(transaction: Transaction, run: str) -> int:
 
 def pending_plan(transaction: Transaction, run: str) -> PlanRow | None:
     """The plan to be trained next; None if there is none."""
-    return plans.living_plan(transaction, run, next_step(transaction, run))
+    return plans.plan_of_step(transaction, run, next_step(transaction, run))
 
 
 def plan_when_due(
@@ -106,7 +106,7 @@ def plan_of_named(
 
 
 def _mark_stale(transaction: Transaction, run: str, sampled_before: int) -> None:
-    stale = groups.go_stale(transaction, run, sampled_before)
+    stale = groups.mark_stale(transaction, run, sampled_before)
     if stale:
         data = {"message": "too old to be trained", "data": {"stale": [row.id for row in stale]}}
         events.add_event(transaction, run, EventKind.GROUPS, data)
@@ -126,7 +126,7 @@ def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...
                 f"step {plan.step} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after "
                 "it stood. Restore the run's checkpoints from a copy.",
             )
-        assert row.rewards is not None, "what is planned is rewarded"
+        assert row.rewards is not None, "a planned group has no rewards"
         scored.append(scored_group(from_json(Group, record), row.rewards))
     return tuple(scored)
 
@@ -182,7 +182,7 @@ def note_committed(
     transaction: Transaction, run: str, manifest: StepRecord, metrics: Mapping[str, float]
 ) -> bool:
     """Record a step that the engine had committed before it was lost and that is missing in the ledger; True if it was recorded."""
-    plan = plans.living_plan(transaction, run, manifest.step)
+    plan = plans.plan_of_step(transaction, run, manifest.step)
     if plan is None or plan.trained is not None:
         return False
     trained = Trained(manifest.fingerprint_out, manifest.version_out, "", finite(metrics))

@@ -441,5 +441,5 @@ class TinkerEngineManager:
             if lost.run is not None:  # its conductor starts the next engine, or ends
                 await asyncio.sleep(RETRY_INTERVAL)
             elif not is_full(error):
-                logger.warning("the engine of the models is begun again: %s", error)
+                logger.warning("restarting the engine of the models: %s", error)
                 await self._supervisor.pause(error)

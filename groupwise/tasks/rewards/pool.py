@@ -46,16 +46,16 @@ logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
 """Crashes of a starting worker after which the run ends with an error."""
-_LOOK_EVERY = 0.05
+_POLL_INTERVAL = 0.05
 """Seconds between two checks whether a silent worker is still alive. An answer is received at once in any case."""
-_LAST_BREATH = 1.0
+_EXIT_GRACE = 1.0
 """Seconds that a process gets to end by itself after it closes its connection; if it does, its own exit code is reported."""
 _REAP_LIMIT = 10.0
 """Seconds to wait for a killed process to end (it may hang in the kernel, for example on an unreachable network disk)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WorkerKind:
     """Name of a pool's workers in messages, and the error raised if no worker can run."""
 
     name: str
@@ -96,7 +96,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: WorkerKind,
         factory: str,
         arguments: Mapping[str, Any],
         *,
@@ -161,7 +161,7 @@ class WorkerPool:
         return self._threads
 
 
-def _with_article(kind: Kind) -> str:
+def _with_article(kind: WorkerKind) -> str:
     return f"{'An' if kind.name[0] in 'aeiou' else 'A'} {kind.name}"
 
 
@@ -178,7 +178,7 @@ class _Slot:
     The thread must live as long as the process, because the kernel sends the parent-death signal when the parent thread ends.
     """
 
-    def __init__(self, kind: Kind, index: int, setup: bytes, start_limit: float) -> None:
+    def __init__(self, kind: WorkerKind, index: int, setup: bytes, start_limit: float) -> None:
         self.ready: Future[None] = Future()
         self._kind = kind
         self._index = index
@@ -244,11 +244,11 @@ class _Slot:
                         self._discard()
                         raise self._kind.error(
                             f"{_with_article(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
-                            f"does when it is imported.{process.last_words()}"
+                            f"does when it is imported.{process.last_output()}"
                         )
                     case Died(reason):
                         self._discard()
-                        reason += process.last_words()
+                        reason += process.last_output()
             raise self._kind.error(
                 f"{_with_article(self._kind)} crashed {START_ATTEMPTS} times while it started: {reason}"
             )
@@ -278,7 +278,7 @@ class _Slot:
 class _Process:
     """One worker process: its socket, its output, and its end."""
 
-    def __init__(self, kind: Kind, index: int) -> None:
+    def __init__(self, kind: WorkerKind, index: int) -> None:
         self._kind = kind
         self._mark = secrets.token_hex(8)
         self._running: str | None = None
@@ -325,7 +325,7 @@ class _Process:
             call.limit if call.repeat_limit is None else call.repeat_limit,
         )
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of its printed output, for a message."""
         return self._output.last_output()
 
@@ -365,7 +365,7 @@ class _Process:
         except TimeoutError:
             return TimedOut(f"the call took longer than {allowed:g} s{self._running_text()}")
         except (OSError, EOFError):
-            deadline = time.monotonic() + _LAST_BREATH
+            deadline = time.monotonic() + _EXIT_GRACE
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.005)
             by_itself = self.has_ended
@@ -387,7 +387,7 @@ class _Process:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            timeout = min(remaining, _LOOK_EVERY)
+            timeout = min(remaining, _POLL_INTERVAL)
             # Checked before reading, so everything that the process sent before it ended is still read. Waiting for the end
             # of the stream is not enough, because children that the worker forked keep the socket open.
             has_ended = self.has_ended

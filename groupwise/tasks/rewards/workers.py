@@ -16,7 +16,14 @@ from groupwise.core.errors import RewardWorkerError
 from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt, from_json
-from groupwise.tasks.rewards.pool import Answered, CallOutcome, Died, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rewards.pool import (
+    Answered,
+    CallOutcome,
+    Died,
+    TimedOut,
+    WorkerKind,
+    WorkerPool,
+)
 
 METRICS_LIMIT_FACTOR = 10
 """`compute_metrics` sees a whole evaluation, so its time limit is this multiple of a group's."""
@@ -42,7 +49,7 @@ class RewardWorkers:
         """Limits in seconds: `time_limit` for a reward function's call, `start_limit` for the start of a worker."""
         self._time_limit = time_limit
         self._pool = WorkerPool(
-            Kind("reward worker", RewardWorkerError),
+            WorkerKind("reward worker", RewardWorkerError),
             factory,
             arguments,
             workers=workers,

@@ -1,6 +1,6 @@
 """The interface for making groups: one request, the same for every kind of rollout.
 
-Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. The result is a group
+Training and evaluation make a `RolloutRequest` for each draw and give it to the `RolloutKind` that the config names. The result is a group
 whose rollouts are pending, or failed or timed out with a reason; rewards are added afterwards.
 """
 
@@ -20,7 +20,7 @@ ENVIRONMENT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RolloutRequest:
     """One example to be attempted `members` times."""
 
     draw: int
@@ -50,8 +50,8 @@ class RolloutKind(Protocol):
         """Prepare, including worker processes. Optional: the first sample does it too."""
         ...
 
-    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
-        """The group for an `Ask`. Many may be awaited concurrently; groups do not depend on each other."""
+    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+        """The group for a `RolloutRequest`. Many may be awaited concurrently; groups do not depend on each other."""
         ...
 
     async def close(self) -> None:

@@ -54,7 +54,7 @@ from groupwise.tasks.openai.responses import (
     response_of,
 )
 from groupwise.tasks.openai.tools import call_format_of
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.single import policy_segment
 from groupwise.tasks.rollouts.trajectory import Turn
@@ -81,7 +81,13 @@ class PolicyCalls:
     """One attempt's calls of the policy: what it may ask, and what was sampled for it."""
 
     def __init__(
-        self, sampler: Sampler, tokenizer: Any, ask: Ask, member: int, max_turns: int, longest: int
+        self,
+        sampler: Sampler,
+        tokenizer: Any,
+        ask: RolloutRequest,
+        member: int,
+        max_turns: int,
+        longest: int,
     ) -> None:
         """`longest`: most tokens of a prompt and its completion together."""
         self.tokenizer = tokenizer

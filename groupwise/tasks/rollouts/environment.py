@@ -36,7 +36,7 @@ from groupwise.core.types import (
     Sampler,
     SamplingParams,
 )
-from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
+from groupwise.tasks.rollouts.asking import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin_dialogue
 from groupwise.tasks.rollouts.hosts import EnvironmentHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall
@@ -120,7 +120,7 @@ class EnvironmentRollouts:
         """End the workers with all environments in them."""
         await self._host.close()
 
-    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         attempts = await gather_all(
             self._begin_attempt(ask, member) for member in range(ask.members)
@@ -142,7 +142,7 @@ class EnvironmentRollouts:
         rollouts = tuple(_rollout_of_attempt(ask, attempt) for attempt in attempts)
         return Group(ask.draw, example, rollouts)
 
-    async def opening(self, ask: Ask) -> tuple[int, ...]:
+    async def opening(self, ask: RolloutRequest) -> tuple[int, ...]:
         """Tokens of the prompt that an example's environment starts with. Raises TaskError if it gives none."""
         attempt = await self._begin_attempt(ask, 0)
         if attempt.outcome != "pending":
@@ -153,7 +153,7 @@ class EnvironmentRollouts:
 
     # --- one rollout --------------------------------------------------------------------------------
 
-    async def _begin_attempt(self, ask: Ask, member: int) -> _Attempt:
+    async def _begin_attempt(self, ask: RolloutRequest, member: int) -> _Attempt:
         """The attempt with its first prompt; failed if there is none."""
         session = next(self._sessions)
         call = self._first_call(ask, member, session)
@@ -187,12 +187,20 @@ class EnvironmentRollouts:
         return attempt
 
     def _begin_dialogue(
-        self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
+        self,
+        ask: RolloutRequest,
+        prompt: Prompt,
+        tools: Sequence[Schema],
+        ids: tuple[int, ...] | None,
     ) -> Dialogue:
         return begin_dialogue(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
     async def _play_turns(
-        self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
+        self,
+        sampler: Sampler,
+        ask: RolloutRequest,
+        attempt: _Attempt,
+        completion: Completion | None,
     ) -> None:
         """Plays all turns, starting with the first completion."""
         while completion is not None:
@@ -240,7 +248,7 @@ class EnvironmentRollouts:
                 f"the environment took {attempt.seconds:.3g} s in all; rollout.max_seconds is {self._limits.max_seconds:g}",
             )
 
-    def _first_call(self, ask: Ask, member: int, session: int) -> SessionCall:
+    def _first_call(self, ask: RolloutRequest, member: int, session: int) -> SessionCall:
         return SessionCall(
             session=session,
             draw=ask.draw,
@@ -251,7 +259,7 @@ class EnvironmentRollouts:
             repeat_limit=self._limits.time_limit,
         )
 
-    def _turn_call(self, ask: Ask, attempt: _Attempt) -> SessionCall:
+    def _turn_call(self, ask: RolloutRequest, attempt: _Attempt) -> SessionCall:
         call = self._first_call(ask, attempt.member, attempt.session)
         return replace(
             call, completions=tuple(attempt.completions), reply_digests=tuple(attempt.reply_digests)
@@ -259,13 +267,13 @@ class EnvironmentRollouts:
 
     # --- sampling -----------------------------------------------------------------------------------
 
-    def _turn_params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
+    def _turn_params(self, ask: RolloutRequest, attempt: _Attempt) -> SamplingParams:
         """Parameters of the next completion: its length is the requested one, or the remaining room if that is less."""
         room = attempt.longest - len(attempt.dialogue.context)
         return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
 
     async def _first_completions(
-        self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
+        self, sampler: Sampler, ask: RolloutRequest, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
         """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
         alive = [attempt for attempt in attempts if not attempt.is_over]
@@ -284,7 +292,7 @@ class EnvironmentRollouts:
         return [by_attempt.get(attempt.member) for attempt in attempts]
 
 
-def _rollout_of_attempt(ask: Ask, attempt: _Attempt) -> Rollout:
+def _rollout_of_attempt(ask: RolloutRequest, attempt: _Attempt) -> Rollout:
     dialogue = attempt.dialogue
     return Rollout(
         draw=ask.draw,

@@ -24,7 +24,7 @@ from groupwise.tasks.external.protocol import (
     Program,
     parse_attempt_result,
 )
-from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
+from groupwise.tasks.rollouts.asking import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.endpoint import MODEL, PolicyCalls, PolicyEndpoint
 from groupwise.tasks.rollouts.trained_turns import TrainedTurns, UnusableChoice, every_turn
 from groupwise.tasks.rollouts.trajectory import join_turns
@@ -128,7 +128,7 @@ class ExternalRollouts:
                 await slot.process.close()
         await self._endpoint.close()
 
-    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         await self._endpoint.start()
         slot = self._least_busy()
@@ -155,7 +155,11 @@ class ExternalRollouts:
         return min(self._slots, key=lambda slot: slot.playing)
 
     async def _attempt(
-        self, sampler: Sampler, ask: Ask, member: int, only_in: EnvironmentProcess | None = None
+        self,
+        sampler: Sampler,
+        ask: RolloutRequest,
+        member: int,
+        only_in: EnvironmentProcess | None = None,
     ) -> _Attempt:
         """One attempt. `only_in`: the process of its group, without which it cannot be scored, so that it is not repeated in another."""
         async with self._gate:
@@ -180,7 +184,7 @@ class ExternalRollouts:
         return _Attempt(calls, ending, repeated)
 
     async def _play_group(
-        self, process: EnvironmentProcess, sampler: Sampler, ask: Ask
+        self, process: EnvironmentProcess, sampler: Sampler, ask: RolloutRequest
     ) -> list[_Attempt]:
         """A group that the environment scores as a whole, and which has to be played in one process for that."""
         attempts = await gather_all(
@@ -222,7 +226,9 @@ class ExternalRollouts:
             attempts[member] = replace(attempts[member], ending=ending)
         return attempts
 
-    async def _play_in(self, slot: _Slot, calls: PolicyCalls, ask: Ask, member: int) -> _Ending:
+    async def _play_in(
+        self, slot: _Slot, calls: PolicyCalls, ask: RolloutRequest, member: int
+    ) -> _Ending:
         """Play an attempt in the process of a slot. Raises ProcessLost."""
         slot.playing += 1
         try:
@@ -230,7 +236,7 @@ class ExternalRollouts:
         finally:
             slot.playing -= 1
 
-    def _calls(self, sampler: Sampler, ask: Ask, member: int) -> PolicyCalls:
+    def _calls(self, sampler: Sampler, ask: RolloutRequest, member: int) -> PolicyCalls:
         limits = self._limits
         longest = limits.room or len(ask.prompt_ids) + limits.max_tokens
         return PolicyCalls(sampler, self._tokenizer, ask, member, limits.max_turns, longest)
@@ -252,7 +258,7 @@ class ExternalRollouts:
             return slot.process
 
     async def _play(
-        self, process: EnvironmentProcess, calls: PolicyCalls, ask: Ask, member: int
+        self, process: EnvironmentProcess, calls: PolicyCalls, ask: RolloutRequest, member: int
     ) -> _Ending:
         """Play one attempt. Raises ProcessLost."""
         base_url, key = self._endpoint.open(calls)
@@ -325,7 +331,9 @@ def _lost(lost: ProcessLost) -> _Ending:
     return _Ending("failed", f"the environment was lost: {lost}")
 
 
-def _rollout_of(ask: Ask, member: int, attempt: _Attempt, trained: TrainedTurns) -> Rollout:
+def _rollout_of(
+    ask: RolloutRequest, member: int, attempt: _Attempt, trained: TrainedTurns
+) -> Rollout:
     """The attempt as a rollout. Its text is that of all turns that the environment names; its segments are those that teach."""
     calls, ending, tries = attempt.calls, attempt.ending, int(attempt.repeated)
     result, outcome, reason = ending.result, ending.outcome, ending.reason

@@ -16,10 +16,10 @@ from groupwise.core.errors import EnvironmentWorkerError, RunError
 from groupwise.core.reward_call.request import unpicklable
 from groupwise.core.types import from_json
 from groupwise.tasks.rewards.inprocess import LimitedThread, Work
-from groupwise.tasks.rewards.pool import Answered, Died, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rewards.pool import Answered, Died, TimedOut, WorkerKind, WorkerPool
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 
-KIND = Kind("environment worker", EnvironmentWorkerError)
+KIND = WorkerKind("environment worker", EnvironmentWorkerError)
 
 
 class EnvironmentHost(Protocol):

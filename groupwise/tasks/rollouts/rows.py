@@ -1,7 +1,7 @@
-"""Turns scored rollouts and their weights into training rows.
+"""Turns scored rollouts and their credit into training rows.
 
 A rollout is one row, or several if the chat template rewrote earlier turns: each segment with a prompt of its own starts a row. All
-rows of a rollout have its weight, so sums over rows are sums over rollouts. Rows are computed separately; a value for the rollout
+rows of a rollout have its credit, so sums over rows are sums over rollouts. Rows are computed separately; a value for the rollout
 as a whole, such as a ratio or an importance weight, needs `with_sibling_stats`.
 """
 
@@ -25,7 +25,8 @@ from groupwise.core.types import (
     TopLogprobs,
 )
 
-Weights = tuple[RolloutCredit | None, ...]
+GroupCredits = tuple[RolloutCredit | None, ...]
+"""The credit of each rollout of a group, in their order; None for rollouts that are not trained."""
 
 
 class TeacherNumbers(Protocol):
@@ -37,14 +38,14 @@ class TeacherNumbers(Protocol):
     def top(self) -> tuple[TopLogprobs, ...]: ...
 
 
-def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
-    """The rows of each rollout that has a weight; the sampled ids are used unchanged. A row without a token of the policy is left out."""
+def training_rows(groups: Sequence[Group], credits: Sequence[GroupCredits]) -> list[Row]:
+    """The rows of each rollout that has a credit; the sampled ids are used unchanged. A row without a token of the policy is left out."""
     return [
         row
-        for group, group_weights in zip(groups, weights, strict=True)
-        for rollout, weight in zip(group.rollouts, group_weights, strict=True)
-        if weight is not None
-        for row in _rows_of_rollout(rollout, weight)
+        for group, group_credits in zip(groups, credits, strict=True)
+        for rollout, credit in zip(group.rollouts, group_credits, strict=True)
+        if credit is not None
+        for row in _rows_of_rollout(rollout, credit)
     ]
 
 
@@ -102,25 +103,25 @@ def with_teacher_answers(rollout: Rollout, answers: Sequence[TeacherNumbers]) ->
     return replace(rollout, segments=tuple(segments))
 
 
-def with_advantages(group: Group, weights: Weights) -> Group:
+def with_advantages(group: Group, credits: GroupCredits) -> Group:
     """The group with each rollout's advantage, for the record."""
     rollouts = [
-        replace(rollout, advantage=weight.advantage if weight else None)
-        for rollout, weight in zip(group.rollouts, weights, strict=True)
+        replace(rollout, advantage=credit.advantage if credit else None)
+        for rollout, credit in zip(group.rollouts, credits, strict=True)
     ]
     return replace(group, rollouts=tuple(rollouts))
 
 
 def with_learner_logprobs(
-    group: Group, weights: Weights, logprobs: Sequence[Sequence[float]] | None
+    group: Group, credits: GroupCredits, logprobs: Sequence[Sequence[float]] | None
 ) -> Group:
     """The group with the learner's log-probabilities of the trained tokens, for the record.
 
-    `logprobs` has the log-probabilities for each row that `training_rows` makes of the group with these weights; None if they were
+    `logprobs` has the log-probabilities for each row that `training_rows` makes of the group with these credits; None if they were
     not kept.
     """
     remaining = iter(logprobs or ())
-    learnt = [weight is not None and logprobs is not None for weight in weights]
+    learnt = [credit is not None and logprobs is not None for credit in credits]
     rollouts = [
         replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining)))
         if taught

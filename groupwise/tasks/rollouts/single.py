@@ -14,7 +14,7 @@ from groupwise.core.types import (
     SamplingParams,
     Segment,
 )
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 
 ToText = Callable[[Sequence[int]], str]
 """Converts token ids to the text that rewards see."""
@@ -31,7 +31,7 @@ class Single:
     async def start(self) -> None:
         """Does nothing."""
 
-    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         seeds = [ask.seed(member, 0) for member in range(ask.members)]
         return await sample_group(

@@ -23,7 +23,7 @@ from typing import Any
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, Group, Rollout, Sampler, Segment
 from groupwise.engine.models.tokens import completion_text, text_ids
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.config import RolloutConfig
 from groupwise.tasks.rollouts.single import policy_segment
 
@@ -40,7 +40,7 @@ class TwoStage:
     async def start(self) -> None:
         """Does nothing."""
 
-    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         request = ask.request(
             ask.prompt_ids,
@@ -59,7 +59,7 @@ class TwoStage:
         """Does nothing."""
 
     async def _sample_answer(
-        self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
+        self, sampler: Sampler, ask: RolloutRequest, member: int, reasoning: Segment
     ) -> Rollout:
         text = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)
         end = "" if self._config.reasoning_end in text else self._config.reasoning_end

@@ -20,7 +20,7 @@ from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Completion, Example, GroupRequest, Rollout, Sampler, SamplingParams
 from groupwise.tasks.contract import Task
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
@@ -232,7 +232,7 @@ async def play(
         for draw, example in enumerate(spread(examples, ROWS)):
             if time.perf_counter() - started_at > BUDGET:
                 break
-            ask = Ask(
+            ask = RolloutRequest(
                 draw=draw,
                 example=example,
                 prompt_ids=first_ids(tokenizer, example.prompt, tools, example.columns),

@@ -28,7 +28,7 @@ from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.success import check_part
 from groupwise.tasks.rewards.rubric import Rubric
-from groupwise.tasks.rollouts.asking import Ask, RolloutKind
+from groupwise.tasks.rollouts.asking import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.prompts import PromptSet, as_seen, tokenise
 from groupwise.tasks.rollouts.score import score_group, transcript
 from groupwise.tasks.rollouts.seeds import evaluation_seed
@@ -341,7 +341,7 @@ async def _sample_group(
 ) -> Group:
     """Sample all answers to one prompt. Their seeds depend only on prompt and sample, not on the time of the evaluation."""
     rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
-    ask = Ask(
+    ask = RolloutRequest(
         draw=index,
         example=held_out_set.prompts.examples[index],
         prompt_ids=held_out_set.prompts.prompts[index],

@@ -13,7 +13,7 @@ from groupwise.core.errors import PolicyMismatchError
 from groupwise.core.types import Group, Policy, Rollout, SharesDevice
 from groupwise.runs import routed_experts
 from groupwise.tasks.data.selection import Choice
-from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.prompts import as_seen
 from groupwise.tasks.rollouts.score import score_group
 from groupwise.tasks.rollouts.seeds import member_seed
@@ -43,7 +43,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
             origin="replay",
             again=choice.again,
         )
-    ask = Ask(
+    ask = RolloutRequest(
         draw=draw,
         example=example,
         prompt_ids=prompt,

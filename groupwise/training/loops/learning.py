@@ -20,7 +20,7 @@ from statistics import fmean
 from groupwise.core.types import Group, Row
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.tasks.rollouts.rows import (
-    Weights,
+    GroupCredits,
     training_rows,
     with_advantages,
     with_learner_logprobs,
@@ -45,7 +45,7 @@ class LearnResult:
 
 
 def with_learner_results(
-    groups: Sequence[Group], credits: Sequence[Weights], result: LearnResult
+    groups: Sequence[Group], credits: Sequence[GroupCredits], result: LearnResult
 ) -> list[Group]:
     """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
@@ -55,7 +55,7 @@ def with_learner_results(
 
 
 async def learn(
-    run: Learning, groups: Sequence[Group], credits: Sequence[Weights], rate: float
+    run: Learning, groups: Sequence[Group], credits: Sequence[GroupCredits], rate: float
 ) -> LearnResult:
     """Make the step's updates; none if no group has a signal."""
     rows_by_group = [

@@ -35,7 +35,7 @@ from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
-from groupwise.tasks.rollouts.rows import Weights
+from groupwise.tasks.rollouts.rows import GroupCredits
 from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.loops.learning import learn
@@ -387,7 +387,7 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
     )
 
 
-def _other_advantages(group: Group, credits: Weights) -> int:
+def _other_advantages(group: Group, credits: GroupCredits) -> int:
     advantages = [credit.advantage if credit else None for credit in credits]
     recorded = [rollout.advantage for rollout in group.rollouts]
     return sum(before != now for before, now in zip(recorded, advantages, strict=True))

@@ -173,7 +173,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 @pytest.fixture
 def nothing_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims that find the queue empty would mend what was missed."""
-    monkeypatch.setattr(requeue_pending, "wake_unnoticed", lambda *_: 0)
+    monkeypatch.setattr(requeue_pending, "requeue_unnoticed", lambda *_: 0)
 
 
 @contextmanager

@@ -57,7 +57,9 @@ class Late:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("savepoint", [False, True])
-def test_who_commits_late_is_not_skipped(database: Database, savepoint: bool, first: bool) -> None:
+def test_events_of_a_late_commit_are_not_skipped(
+    database: Database, savepoint: bool, first: bool
+) -> None:
     """And what was undone holds nobody up."""
     before = [] if first else [database.run(happens())]
     with Late(database, savepoint) as late:

@@ -187,7 +187,7 @@ def test_a_supervisor_dies_anywhere(here: Machine, when: str, every: int) -> Non
 )
 @pytest.mark.parametrize("depth", [BETWEEN, CHILD])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_stands_between_dies_anywhere(
+def test_a_launch_killed_at_any_point_starts_the_job_at_most_once(
     here: Machine, depth: int, when: str, chosen: Sequence[int]
 ) -> None:
     """The first point is reached, or nothing is tested."""

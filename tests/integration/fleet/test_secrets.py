@@ -223,7 +223,7 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
     expect_written_nowhere(fleet, *everything)
 
 
-def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
+def test_secrets_that_are_not_allowed_cannot_be_read(fleet: WholeFleet) -> None:
     place = fleet.folder
     (place / "secrets" / "elsewhere").symlink_to("../private/token")
     references = [

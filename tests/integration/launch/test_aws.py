@@ -228,7 +228,7 @@ def _forbidden(*_: Any) -> Any:
     raise AwsRefused("your user of AWS may not do that.", "UnauthorizedOperation")
 
 
-async def test_who_decided_before_another_has_started_a_machine_starts_none(
+async def test_two_clients_at_once_start_only_one_machine(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = reach("kept-1"), reach("kept-2")
@@ -681,7 +681,9 @@ def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
 
 
-def test_what_is_late_is_swept(person: Person, python: list[str], account: FakeAws) -> None:
+def test_sweep_finds_only_overdue_machines(
+    person: Person, python: list[str], account: FakeAws
+) -> None:
     script = job(person)
     for each in ("early", "late"):
         person.types(*python, "--detach", "--name", each, *script)

@@ -215,7 +215,7 @@ async def assert_lives(one: LaunchClient[GangBackend], handle: Handle) -> None:
     await one.backend.cancel(handle, 0.1)
 
 
-async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
+async def test_a_late_resume_does_not_end_an_attempt_that_another_client_started(
     people: list[LaunchClient[GangBackend]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was placed, or gone on with, between this one's question and its deed."""

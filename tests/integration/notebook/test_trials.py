@@ -130,7 +130,7 @@ def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
     assert found.best_value == found.study.trials[0].value
 
 
-def test_what_rewards_collect_is_no_other_question_and_what_they_read_is(config):
+def test_a_search_resumes_only_if_its_rewards_read_the_same_values(config):
     seen, letters = list[str](), ["0123"]
 
     def reward(completions, **columns):

@@ -30,10 +30,10 @@ async def persist(client: httpx2.AsyncClient, path: str, body: object) -> httpx2
             await asyncio.sleep(0.01)
 
 
-async def test_nothing_is_acknowledged_and_everything_goes_on(
+async def test_the_run_continues_after_a_full_disk_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_supervisor, "LOOK_AT_DISK", 0.02)
+    monkeypatch.setattr(engine_supervisor, "DISK_CHECK_SECONDS", 0.02)
     async with served(tmp_path / "whole") as server:
         await server.start()
         for step in range(STEPS):

@@ -41,7 +41,7 @@ async def expect_refusal(work: Awaitable[Any]) -> None:
         await work
 
 
-async def test_nothing_is_told_and_everything_goes_on(
+async def test_tinker_clients_continue_after_a_full_disk_with_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "RETRY_SECONDS", 0.02)

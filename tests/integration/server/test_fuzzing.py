@@ -255,6 +255,6 @@ def test_no_call_of_the_tinker_api_does_harm(
     routes=st.lists(asks(), min_size=1, max_size=12),
     verbs=st.lists(calls(), min_size=1, max_size=16),
 )
-def test_none_of_very_many_does_harm(routes: Any, verbs: Any, tmp_path_factory: Any) -> None:
+def test_many_random_requests_do_no_harm(routes: Any, verbs: Any, tmp_path_factory: Any) -> None:
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), routes))
     asyncio.run(tinker_course(tmp_path_factory.mktemp("tinker"), verbs))

@@ -46,7 +46,9 @@ async def longest_silence(url: str, pid: int, work: asyncio.Task[None]) -> float
 
 
 @pytest.mark.parametrize("path", [*BODIES, "/parts"])
-async def test_others_are_answered_and_the_memory_comes_back(tmp_path: Path, path: str) -> None:
+async def test_large_bodies_block_no_other_request_and_memory_is_freed(
+    tmp_path: Path, path: str
+) -> None:
     with running(tmp_path / "out") as server:
         async with httpx2.AsyncClient(base_url=server.url, timeout=120) as client:
             headers = {"Content-Type": "application/json"}

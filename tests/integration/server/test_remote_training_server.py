@@ -119,7 +119,7 @@ def test_supervised_runs_and_evaluations_too(server: Server, tmp_path: Path) -> 
     assert outcomes[0] == outcomes[1]
 
 
-def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
+def test_a_killed_engine_or_server_costs_only_the_steps_since_the_checkpoint(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: dict[str, Any]
 ) -> None:
     """First the engine, before a checkpoint was saved, and then the server."""

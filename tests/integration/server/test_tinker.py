@@ -242,7 +242,7 @@ def test_engines_and_servers_that_are_killed_change_nothing(
 
 
 @pytest.mark.soak(suite="kills")
-def test_what_waits_is_done_and_what_was_answered_stays(client: Client, server: Server) -> None:
+def test_killing_engine_or_server_changes_no_result(client: Client, server: Server) -> None:
     client.do("create")
     client.do("begin", steps=12)
     expected = client.do("losses")

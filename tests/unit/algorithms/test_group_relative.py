@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.algorithms.base import Algorithm, LossResult, Others, TokenBatch
+from groupwise.algorithms.base import Algorithm, LossResult, SiblingSums, TokenBatch
 from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.core.types import RolloutCredit
 
@@ -78,7 +78,7 @@ def batches(draw: st.DrawFn) -> TokenBatch:
         proximal_logprobs_BT=policy + normal(0.2),
         credits_BT=normal(1.0) if draw(st.booleans()) else None,
         teacher_logprobs_BT=policy + normal(0.5),
-        others=Others(
+        others=SiblingSums(
             torch.randint(5, (rows,), generator=rng), normal(0.3)[:, 0], normal(0.3)[:, 0]
         )
         if draw(st.booleans())
@@ -212,11 +212,11 @@ def _cut_in_two(batch: TokenBatch, at: int, bounds: tuple[float, float]) -> Toke
     return replace(pair, others=_sums_of_the_other(pair, bounds))
 
 
-def _sums_of_the_other(pair: TokenBatch, bounds: tuple[float, float]) -> Others:
+def _sums_of_the_other(pair: TokenBatch, bounds: tuple[float, float]) -> SiblingSums:
     def other(values_BT: torch.Tensor | int) -> torch.Tensor:
         return (values_BT * pair.mask_BT).sum(-1).flip(0).detach()
 
-    return Others(
+    return SiblingSums(
         tokens_B=other(1),
         log_weights_B=other(pair.proximal_logprobs_BT - pair.sampling_logprobs_BT),
         log_ratios_B=other((pair.policy_logprobs_BT - pair.proximal_logprobs_BT).clamp(*bounds)),

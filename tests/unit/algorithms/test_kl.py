@@ -149,7 +149,9 @@ def test_always_finite_and_k2_and_k3_never_negative(
 
 @pytest.mark.parametrize("gradient", get_args(KlGradient))
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_nothing_outside_the_mask(estimator: KlEstimator, gradient: KlGradient) -> None:
+def test_values_outside_the_mask_have_no_effect(
+    estimator: KlEstimator, gradient: KlGradient
+) -> None:
     policy = torch.tensor([[-1.0, math.nan]], requires_grad=True)
     reference = torch.tensor([[-2.0, math.inf]])
     value = kl.penalty(

@@ -53,7 +53,7 @@ def wrapped(cause: BaseException) -> OSError:
     (wrapped(of_status(404)), False), (wrapped(ConnectionResetError()), True), (httpx.ReadTimeout("slow"), True),
     (ValueError("no config of that name"), False),
 ])  # fmt: skip
-def test_what_passes_by_itself(
+def test_temporary_errors_of_the_hub_are_recognised(
     monkeypatch: pytest.MonkeyPatch, error: Exception, *, passes: bool
 ) -> None:
     monkeypatch.setattr(hub_errors, "is_reachable", lambda: True)

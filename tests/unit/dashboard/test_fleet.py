@@ -104,7 +104,7 @@ def json_at(path: str) -> str:
     return path + ("&" if "?" in path else "?") + "format=json"
 
 
-async def test_what_they_say(client: httpx2.AsyncClient) -> None:
+async def test_fleet_pages_as_json(client: httpx2.AsyncClient) -> None:
     async def said(path: str) -> Any:
         return (await client.get(json_at(f"/fleet{path}"))).json()
 

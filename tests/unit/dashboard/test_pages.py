@@ -77,7 +77,7 @@ async def test_each_page_is_html_and_the_same_as_json(
     assert (await client.get(path + ("&" if "?" in path else "?") + "format=json")).json() == data
 
 
-async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
+async def test_pages_of_runs_as_json(client: httpx2.AsyncClient) -> None:
     async def said(path: str) -> Any:
         return (await client.get(path, headers={"accept": "application/json"})).json()
 

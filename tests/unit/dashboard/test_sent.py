@@ -21,7 +21,7 @@ def opened_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/runs/one/rollouts.jsonl", "/runs/one/weights/final.zip"])
-async def test_whoever_goes_leaves_nothing_open(tmp_path: Path, path: str) -> None:
+async def test_a_client_that_disconnects_leaves_no_file_open(tmp_path: Path, path: str) -> None:
     run = write_run(tmp_path / "one", 3)
     (run / "final").mkdir()
     (run / "final" / "weights").write_bytes(b"x" * 5_000_000)

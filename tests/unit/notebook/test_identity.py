@@ -575,7 +575,7 @@ def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
         assert differences(*comparable(reward_facts(rubric), cold, collected_names(folder))) == []
 
 
-def test_what_objects_hold_after_they_were_used_is_no_other_code() -> None:
+def test_state_of_used_objects_does_not_count_as_changed_code() -> None:
     source = using('late["a"]', LATE)
     found = changed(made(source), made(source, calls=1))
     assert {"late.words", "late.model"} <= found

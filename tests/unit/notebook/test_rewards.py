@@ -40,7 +40,7 @@ def mine(completions, **columns):
     return [1.0 for _ in completions]
 
 
-def test_others_instead_or_beside():
+def test_own_reward_functions_replace_or_extend_the_defaults():
     config = TrainingConfig(dataset="arithmetic")
     assert rewards_of(config, NUMERIC).names == ("match_format", "math_answer", "accuracy")
     assert rewards_of(config, NUMERIC).weights == (1.0, 1.0, 0.0)
@@ -122,7 +122,7 @@ def test_the_answer() -> None:
     ("St. Louis", "It is St. Louis.", True), ("Apollo 11", "It was Apollo 11", True), ("Apollo 11", "It was 11", False),
     ("x+1", "<answer>x + 1</answer>", True), ("x+1", "1 + x", True), (["Tokyo", "Edo"], "It was Edo.", True), (7, "It is 7", True),
 ])  # fmt: skip
-def test_what_is_right(gold: Any, said: str, right: bool) -> None:
+def test_answers_are_graded_right_or_wrong(gold: Any, said: str, right: bool) -> None:
     assert grades(Tags(), [said], tolerant=False, answer=[gold]) == [right]
     assert (grades(Tags(), [said], tolerant=True, answer=[gold])[0] >= RIGHT) == right
 

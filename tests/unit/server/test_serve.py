@@ -102,7 +102,7 @@ def test_while_it_ends_it_is_not_ready_and_takes_no_work_and_the_second_signal_e
 ) -> None:
     with server(tmp_path, "slow") as process, httpx2.Client(base_url=process.address) as client:
         process.popen.send_signal(signal.SIGINT)
-        process.wait_for_output("ending")
+        process.wait_for_output("shutting down")
         assert client.get("/readyz").status_code == 503
         assert client.get("/status").status_code == 200
         assert client.post("/start", json={}).json()["code"] == "shutting_down"
@@ -121,7 +121,7 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
     ):
         process.wait_for_output("no key is needed")
         process.wait_for_output("next: curl -X POST http://.*/completions")
-        process.wait_for_output("run tiny is ready, as --start-with has it")
+        process.wait_for_output("run tiny is ready, started by --start-with")
         client.get("/status")
         client.get("/nowhere")
         process.wait_for_output("GET /nowhere 404 not_found")
@@ -144,7 +144,7 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         waiting.join(30)
         assert process.popen.wait(30) == 0
         assert waited[0].json()["code"] == "shutting_down"
-        process.wait_for_output("ending; a second signal ends at once")
+        process.wait_for_output("shutting down; a second signal ends the process at once")
 
 
 def test_a_server_with_an_active_run_proposes_no_start(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def _look_once(interpreter: Path, *settings: str | None) -> WorkerInfo:
     except TimeoutError:
         raise UsageError(
             f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {TPU_IN_USE_ADVICE} One worker has the TPUs of one host: a slice "
-            f"of several hosts waits for the others.{worker.last_words()}"
+            f"of several hosts waits for the others.{worker.last_output()}"
         ) from None
     except RunError as error:
         raise UsageError(

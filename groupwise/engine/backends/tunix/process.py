@@ -83,7 +83,7 @@ class WorkerProcess:
         """Like `call`, for code that is not async."""
         return self.begin(do).result()
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The worker's last output, for a message."""
         return self._output.last_output()
 

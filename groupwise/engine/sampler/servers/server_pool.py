@@ -250,9 +250,9 @@ class Servers:
 
     def _no_server_error(self, last_error: EndpointError | None) -> EndpointError:
         urls = ", ".join(server.url for server in self.all)
-        last_words = "" if last_error is None else f" The last word: {last_error}"
+        last_failure = "" if last_error is None else f" The last error: {last_error}"
         return EndpointError(
             f"None of the servers ({urls}) has answered for {self._server_timeout:g} s ({self._server_timeout_key}). {self._remedy()}, "
-            f"then go on with --resume.{last_words}",
+            f"then go on with --resume.{last_failure}",
             None if last_error is None else last_error.status,
         )

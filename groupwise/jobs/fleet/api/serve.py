@@ -25,7 +25,7 @@ from groupwise.core.loopback import is_loopback
 from groupwise.jobs.fleet.api.app import any_key, make_app, make_local_app
 from groupwise.jobs.fleet.api.serving import Folders, LocalServing, Serving
 from groupwise.jobs.fleet.machines import packing
-from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.notify.base import Notifier
 from groupwise.jobs.fleet.notify.local import OpenFolder, command_socket
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.store.database import Database
@@ -79,14 +79,14 @@ def _has_keys(database: Database, environment: Mapping[str, str]) -> bool:
 async def serving(
     place: FleetPlace,
     database: Database,
-    doorbell: Doorbell,
+    notifier: Notifier,
     address: Address,
     environment: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[str]:
     """Serve requests within the `with` block, which gets the address. Raises UsageError if it cannot listen."""
     check(address, database, environment)
     folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
-    serving_state = Serving(database, folders, doorbell, place.secrets)
+    serving_state = Serving(database, folders, notifier, place.secrets)
     app = make_app(
         serving_state,
         environment.get(VARIABLE),
@@ -101,7 +101,7 @@ async def serving(
 
 @asynccontextmanager
 async def serving_commands(
-    place: FleetPlace, database: Database, doorbell: Doorbell
+    place: FleetPlace, database: Database, notifier: Notifier
 ) -> AsyncGenerator[None]:
     """Answer commands of this machine (`LocalFleet`) within the `with` block, at a socket in the fleet's folder that only its user can
     open. If that is impossible, or another process does it already, do nothing: commands then open the database themselves."""
@@ -113,7 +113,7 @@ async def serving_commands(
             yield
             return
         folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
-        serving_state = LocalServing(database, folders, doorbell, place.secrets)
+        serving_state = LocalServing(database, folders, notifier, place.secrets)
         config = uvicorn_config(
             make_local_app(serving_state), certificate=None, key=None, proxy=None
         )

@@ -21,7 +21,7 @@ from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import Limits, Shared, facts_of
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.notify.base import Notifier
 from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.operations.keys import ROLES
 from groupwise.jobs.fleet.retry import AwayError
@@ -65,13 +65,13 @@ class Serving(Shared):
         self,
         database: Database,
         folders: Folders,
-        doorbell: Doorbell,
+        notifier: Notifier,
         allowed: AllowedSecrets = DEFAULT_SECRETS,
     ) -> None:
         super().__init__(Limits(MAX_BODY, max_json_bytes=self.most_json))
         self.database = database
         self.folders = folders
-        self.doorbell = doorbell
+        self.notifier = notifier
         self.allowed = allowed
 
     def refusal_of(self, error: Exception) -> Refusal | None:

@@ -52,7 +52,7 @@ from groupwise.jobs.fleet.attempts.launching import (
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Pauses, Watch, Watches
-from groupwise.jobs.fleet.attempts.write_batching import Reads
+from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
@@ -128,7 +128,7 @@ class ControllerDependencies:
 
     owner: str
     gateway: Gateway
-    snapshots: Reads[int, Snapshot]
+    snapshots: BatchedReads[int, Snapshot]
     """Reads attempts of this owner, by epoch."""
     runner: Callable[[Machine], Runner]
     watches: Watches

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.write_batching import Reads, Writes
+from groupwise.jobs.fleet.attempts.write_batching import BatchedReads, BatchedWrites
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts.port import Host, Request, RunnerResponse
 
@@ -50,7 +50,7 @@ class Gateway:
 
     def __init__(self, database: Database, hook: Hook = _ignore_effect) -> None:
         self.database = database
-        self._writes = Writes(database)
+        self._writes = BatchedWrites(database)
         self._hook = hook
         self._dead = False
 
@@ -72,7 +72,7 @@ class Gateway:
         self._require_alive()
         return result
 
-    async def read_batched(self, reads: Reads[Key, T], key: Key) -> T | None:
+    async def read_batched(self, reads: BatchedReads[Key, T], key: Key) -> T | None:
         """`read` for one that many controllers do at the same time; they share transactions."""
         self._require_alive()
         result = await reads.read(key)

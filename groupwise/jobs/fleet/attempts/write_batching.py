@@ -171,7 +171,7 @@ class Write:
     """True if it ends the attempt, and so writes the job as well."""
 
 
-class Writes:
+class BatchedWrites:
     """Combines the writes of many controllers into few transactions."""
 
     def __init__(self, database: Database) -> None:
@@ -196,7 +196,7 @@ class Writes:
         return [Later(task) for task in alone]
 
 
-class Reads(Generic[One, Result]):
+class BatchedReads(Generic[One, Result]):
     """Combines many reads into few: `fn` reads all requested keys at once; None for a key that does not exist."""
 
     def __init__(

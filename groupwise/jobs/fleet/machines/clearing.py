@@ -46,13 +46,13 @@ AT_ONCE = 8
 """Machines that are cleared at the same time; all other work of a dispatcher is more urgent."""
 MAX_FOLDERS = 500
 """Maximum folders of ended attempts on one machine: each costs time whenever the machine is observed."""
-LEAST = 3600.0
+MIN_FOLDER_SECONDS = 3600.0
 """Minimum time in seconds that a folder stays after its attempt has ended."""
-BLOBS = 86_400.0
+BLOB_SECONDS = 86_400.0
 """Seconds since a file was last sent or asked for, after which it may go."""
 SWEPT_EVERY = 3600.0
 """Seconds between two sweeps of one machine, by one dispatcher."""
-LONGEST = 60.0
+MAX_ROUND_SECONDS = 60.0
 """Maximum seconds spent on the folders of one machine in one round; the next round continues."""
 DOCTORS = re.compile(r"doctor-[0-9a-f]{10}")
 """Names of the tiny jobs with which `groupwise fleet doctor` tries machines; they are in no table."""
@@ -73,14 +73,14 @@ Name = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class Retention:
     """Seconds that folders of attempts stay on their machines after the end."""
 
     succeeded: float = 86_400.0
     others: float = 3 * 86_400.0
 
 
-def is_doctors(job: str, epoch: int) -> bool:
+def is_doctor_attempt(job: str, epoch: int) -> bool:
     """True if an attempt that is in no table is the doctor's. Ask only about those: any job may have such a name."""
     return epoch == 1 and DOCTORS.fullmatch(job) is not None
 
@@ -91,11 +91,11 @@ class MachineClearing:
     def __init__(
         self,
         gateway: Gateway,
-        keeping: Keeping,
+        retention: Retention,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gateway = gateway
-        self._keeping = keeping
+        self._retention = retention
         self._clock = clock
         self._swept: dict[str, float] = {}
 
@@ -133,15 +133,15 @@ class MachineClearing:
         if not ended_attempts:
             return
         forgettable_names = await self._gateway.read(
-            lambda s: forgettable(s, machine.vm_id, list(ended_attempts), self._keeping)
+            lambda s: forgettable(s, machine.vm_id, list(ended_attempts), self._retention)
         )
         for name, state in ended_attempts.items():
             ended_at = None if state.exit is None else state.exit.finished_at
-            if ended_at is not None and observation.time is not None and is_doctors(*name):
+            if ended_at is not None and observation.time is not None and is_doctor_attempt(*name):
                 forgettable_names += (
-                    [name] if observation.time > ended_at + LEAST else []
+                    [name] if observation.time > ended_at + MIN_FOLDER_SECONDS else []
                 )  # both by the machine's clock
-        deadline = self._clock() + LONGEST
+        deadline = self._clock() + MAX_ROUND_SECONDS
         for job, epoch in forgettable_names:
             if self._clock() > deadline:
                 return
@@ -155,7 +155,7 @@ class MachineClearing:
         if now < self._swept.get(machine.vm_id, -SWEPT_EVERY) + SWEPT_EVERY:
             return
         needed = await self._gateway.read(lambda s: needed_blobs(s, machine.vm_id))
-        await runner.sweep(needed, older_than=BLOBS)
+        await runner.sweep(needed, older_than=BLOB_SECONDS)
         self._swept[machine.vm_id] = now
 
 
@@ -163,7 +163,7 @@ class MachineClearing:
 
 
 def forgettable(
-    session: Session, vm_id: str, names: Sequence[Name], keeping: Keeping
+    session: Session, vm_id: str, names: Sequence[Name], retention: Retention
 ) -> list[Name]:
     """The attempts that a machine reports as over and whose folders may be deleted there, the oldest first."""
     now = database_time(session)
@@ -189,8 +189,8 @@ def forgettable(
     due_names: list[Name] = []
     for index, name in enumerate(free_names):
         row = rows[name]
-        days = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
-        if now - row.ended_at >= (LEAST if index >= MAX_FOLDERS else days):
+        seconds = retention.succeeded if row.outcome in SUCCEEDED else retention.others
+        if now - row.ended_at >= (MIN_FOLDER_SECONDS if index >= MAX_FOLDERS else seconds):
             due_names.append(name)
     return [
         *_attempts_of_pruned_jobs(session, [n for n in names if n not in rows]),

@@ -28,7 +28,7 @@ from sqlalchemy.orm import Session, aliased
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
-from groupwise.jobs.fleet.machines.clearing import is_doctors
+from groupwise.jobs.fleet.machines.clearing import is_doctor_attempt
 from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.states import Contact, Observed
 from groupwise.jobs.fleet.store import epochs, events
@@ -290,7 +290,7 @@ def _find_strays(session: Session, observation: Observation) -> list[MemberState
     for state in candidates:
         reading, survivors = Reading(state.state), state.survivors or 0
         verdict = stray(state.epoch, reading, known_jobs.get(state.job), survivors)
-        if verdict is Stray.REPORT and not is_doctors(state.job, state.epoch):
+        if verdict is Stray.REPORT and not is_doctor_attempt(state.job, state.epoch):
             strays.append(state)
     return strays
 

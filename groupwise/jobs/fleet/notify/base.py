@@ -1,8 +1,8 @@
-"""The doorbell: a process that has made a job rings it, and a waiting dispatcher wakes up and reads the database.
+"""Notifications of new jobs: a process that has made a job sends its id, and a waiting dispatcher wakes up and reads the database.
 
-The database is authoritative. A ring only means "look, and look at these first", so nothing depends on one: lost, doubled, late, reordered
-or forged rings are harmless, and if every doorbell fails, the dispatcher's own sweep finds the same jobs within two seconds. A ring carries
-ids of jobs; the receiver looks them up and trusts only the row.
+The database is authoritative. A notification only means "look, and look at these first", so nothing depends on one: lost, doubled, late,
+reordered or forged ones are harmless, and if every notifier fails, the dispatcher's own sweep finds the same jobs within two seconds. A
+notification carries ids of jobs; the receiver looks them up and trusts only the row.
 
 There are four: within this process and through a socket in the fleet's folder (`local.py`), through PostgreSQL (`postgres.py`), through
 NATS (`nats.py`), and all of them together (`composite.py`). This file has the protocol, the format of messages, and the set of pending ids.
@@ -27,26 +27,26 @@ MAX_PENDING = 10_000
 """Maximum ids that are kept for a waiter that does not come."""
 
 
-class Doorbell(Protocol):
-    """One listener for each process; any number of callers may ring, from any thread."""
+class Notifier(Protocol):
+    """One listener for each process; any number of callers may notify it, from any thread."""
 
     def open(self) -> None:
-        """Start the background tasks that ringing needs, on the running loop; `wait` does so too. Raises nothing."""
+        """Start the background tasks that sending needs, on the running loop; `wait` does so too. Raises nothing."""
         ...
 
-    def ring(self, job_ids: Iterable[str]) -> None:
+    def notify(self, job_ids: Iterable[str]) -> None:
         """Wake waiting listeners, here and in other processes. Returns at once and raises nothing; delivery is best effort.
 
-        Call it from any thread. Rings before `open` are sent after it.
+        Call it from any thread. Ids from before `open` are sent after it.
         """
         ...
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """Return the ids rung since the last call, as soon as there are any; empty after `timeout` seconds without a ring."""
+        """Return the ids announced since the last call, as soon as there are any; empty after `timeout` seconds without one."""
         ...
 
     async def close(self) -> None:
-        """Send pending rings, if that takes only a moment, and close all connections."""
+        """Send pending ids, if that takes only a moment, and close all connections."""
         ...
 
 
@@ -108,7 +108,7 @@ def _encode_ids(job_ids: Sequence[str]) -> bytes:
 
 
 class PendingIds:
-    """A bounded set of ids with one waiter, which takes all at once: ids heard, for a dispatcher, or ids rung, for the sending task.
+    """A bounded set of ids with one waiter, which takes all at once: received ids, for a dispatcher, or unsent ids, for the sending task.
 
     Ids may be put from any thread. Those beyond MAX_PENDING are dropped: the waiter is awake anyway, and a dispatcher that is woken reads
     the whole queue.

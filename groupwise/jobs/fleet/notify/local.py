@@ -1,4 +1,4 @@
-"""The doorbell of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
+"""The notifier of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
 
 `groupwise fleet up` listens at its own socket in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids to
 every socket of this machine in that folder. A socket that refuses belongs to a process that is gone, and is removed by the process that
@@ -36,8 +36,8 @@ SENT = LARGEST // 2
 logger = logging.getLogger(__name__)
 
 
-class LocalDoorbell:
-    """Rings here and in the other processes of this machine that use the same fleet folder; None: here only."""
+class LocalNotifier:
+    """Notifies this process and the other ones of this machine that use the same fleet folder; None: this process only."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder / FOLDER if folder is not None else None
@@ -48,10 +48,10 @@ class LocalDoorbell:
         self._listening = False
 
     def open(self) -> None:
-        """See `Doorbell`: ringing needs no background task here."""
+        """See `Notifier`: sending needs no background task here."""
 
-    def ring(self, job_ids: Iterable[str]) -> None:
-        """See `Doorbell`."""
+    def notify(self, job_ids: Iterable[str]) -> None:
+        """See `Notifier`."""
         ids = frozenset(job_ids)
         self._received.put(ids)
         if self._folder is None or not ids:
@@ -81,14 +81,14 @@ class LocalDoorbell:
                 logger.debug("no process could be woken through %s: %s", self._folder, error)
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         if not self._listening:
             self._listening = True
             self._listen()
         return await self._received.wait(timeout)
 
     async def close(self) -> None:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         if self._socket is not None and self._folder is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
@@ -107,7 +107,7 @@ class LocalDoorbell:
         except OSError as error:
             listener.close()
             logger.warning(
-                "no doorbell in %s (%s): jobs that other processes submit wait for the next sweep",
+                "no notifications through %s (%s): jobs that other processes submit wait for the next sweep",
                 self._folder,
                 error,
             )

@@ -1,10 +1,10 @@
-"""NATS as a doorbell, and as the channel on which ends of jobs are announced: `jobs.new`, `jobs.completed`, `jobs.errored`.
+"""NATS as a notifier, and as the channel on which ends of jobs are announced: `jobs.new`, `jobs.completed`, `jobs.errored`.
 
 `NatsLink` keeps one connection in the background: start-up never waits for it, it retries for ever, and the log has one line when the
 server goes away and one when it comes back. Each connection is a new client with a new subscription, pinged every few seconds: a client
 that reconnects by itself, or whose reader has died of an unreadable message, may receive nothing without any sign.
 
-`NatsDoorbell` sends and receives ids of jobs on a subject of core NATS. It does not know who published, and trusts no message.
+`NatsNotifier` sends and receives ids of jobs on a subject of core NATS. It does not know who published, and trusts no message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ANSWERING = 5
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts to connect; doubled each time."""
 SENDING = 1.0
-"""Seconds that closing waits for pending rings to be sent."""
+"""Seconds that closing waits for pending ids to be sent."""
 SENT = LARGEST // 4
 """Maximum bytes of one message of job ids."""
 KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
@@ -298,7 +298,7 @@ class NatsLink:
             logger.warning("NATS at %s: %s", self._access.shown, message)
 
 
-class NatsDoorbell:
+class NatsNotifier:
     """Ids on a subject of core NATS. `link` is not shared: closing this closes it."""
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
@@ -309,47 +309,47 @@ class NatsDoorbell:
         self._sender: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Start to connect in the background: ids that are rung from now on are sent as soon as there is a server."""
+        """Start to connect in the background: ids that are announced from now on are sent as soon as there is a server."""
         self._link.open()
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_unsent())
 
-    def ring(self, job_ids: Iterable[str]) -> None:
-        """See `Doorbell`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
-        rung = frozenset(job_ids)
-        self._received.put(rung)
-        self._unsent.put(rung)
+    def notify(self, job_ids: Iterable[str]) -> None:
+        """See `Notifier`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
+        ids = frozenset(job_ids)
+        self._received.put(ids)
+        self._unsent.put(ids)
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         self._link.listen()
         self.open()
         return await self._received.wait(timeout)
 
     async def close(self) -> None:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         await cancel_and_wait(self._sender)
-        if rung := self._unsent.take():
+        if ids := self._unsent.take():
             self._link.open()
             with suppress(NatsAway, TimeoutError):
                 async with asyncio.timeout(SENDING):
                     await self._link.until_tried()
-                    await self._publish_ids(rung)
+                    await self._publish_ids(ids)
         await self._link.close()
 
     async def _send_unsent(self) -> None:
         while True:
             await self._link.until_there()
-            rung = await self._unsent.wait(None)
+            ids = await self._unsent.wait(None)
             try:
-                await self._publish_ids(rung)
+                await self._publish_ids(ids)
             except NatsRefused:
                 pass  # it would be refused again; the link has logged it, and sweeps find the jobs
             except NatsAway:
-                self._unsent.put(rung)
+                self._unsent.put(ids)
                 await asyncio.sleep(FIRST_PAUSE)
             except asyncio.CancelledError:  # `close` sends it
-                self._unsent.put(rung)
+                self._unsent.put(ids)
                 raise
 
     async def _publish_ids(self, ids: frozenset[str]) -> None:

@@ -1,6 +1,6 @@
-"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on separate connections that are reopened when they break.
+"""PostgreSQL as a notifier: LISTEN and NOTIFY, on separate connections that are reopened when they break.
 
-A dispatcher listens on one connection and sends on another; neither holds up the transactions of the fleet. The first ring is sent at once,
+A dispatcher listens on one connection and sends on another; neither holds up the transactions of the fleet. The first id is sent at once,
 those of the next moment together, because NOTIFY takes a lock of the whole server at commit. If more ids wait than fit into one message,
 the rest is left out: a woken dispatcher reads the whole queue.
 """
@@ -25,24 +25,24 @@ CHANNEL = "groupwise_jobs"
 SENT = 7_900
 """Maximum bytes of one notification; PostgreSQL accepts less than 8000."""
 GATHERED = 0.02
-"""Seconds after a notification in which further rings are gathered for the next."""
+"""Seconds after a notification in which further ids are gathered for the next."""
 CHECKED = 10.0
 """Seconds of silence after which the listening connection is checked, and time limit of that check."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds between two attempts to connect; doubled each time."""
 SENDING = 1.0
-"""Seconds that closing waits for pending rings to be sent."""
+"""Seconds that closing waits for pending ids to be sent."""
 
 logger = logging.getLogger(__name__)
 
 Connection = psycopg.AsyncConnection[tuple[object, ...]]
 
 
-class PostgresDoorbell:
+class PostgresNotifier:
     """Sends ids as notifications of a database. `arguments`: the arguments of psycopg's `connect` (`Database.connection_arguments`)."""
 
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
-        self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
+        self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-notifier"}
         self._channel = channel
         self._received = PendingIds()
         self._unsent = PendingIds()
@@ -54,30 +54,30 @@ class PostgresDoorbell:
         """True while notifications are received."""
 
     def open(self) -> None:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         if self._sender is None:
             self._sender = asyncio.create_task(self._keep_connected(self._send_unsent))
 
-    def ring(self, job_ids: Iterable[str]) -> None:
-        """See `Doorbell`."""
-        rung = frozenset(job_ids)
-        self._received.put(rung)
-        self._unsent.put(rung)
+    def notify(self, job_ids: Iterable[str]) -> None:
+        """See `Notifier`."""
+        ids = frozenset(job_ids)
+        self._received.put(ids)
+        self._unsent.put(ids)
 
     async def wait(self, timeout: float) -> frozenset[str]:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         self.open()
         if self._listener is None:
             self._listener = asyncio.create_task(self._keep_connected(self._listen))
         return await self._received.wait(timeout)
 
     async def close(self) -> None:
-        """See `Doorbell`."""
+        """See `Notifier`."""
         await cancel_and_wait(self._sender, self._listener)
-        if rung := self._unsent.take():
+        if ids := self._unsent.take():
             with suppress(psycopg.Error, OSError, TimeoutError):
                 async with asyncio.timeout(SENDING), await self._connect() as connection:
-                    await self._notify(connection, rung)
+                    await self._notify(connection, ids)
 
     async def _keep_connected(self, work: Callable[[Connection], Awaitable[None]]) -> None:
         """Do the work on a connection, and on a new one whenever that breaks."""
@@ -119,13 +119,13 @@ class PostgresDoorbell:
 
     async def _send_unsent(self, connection: Connection) -> None:
         while True:
-            rung = await self._unsent.wait(None)
+            ids = await self._unsent.wait(None)
             try:
                 async with asyncio.timeout(CHECKED):
-                    await self._notify(connection, rung)
+                    await self._notify(connection, ids)
             except psycopg.Error as error:
                 if connection.closed:
-                    self._unsent.put(rung)
+                    self._unsent.put(ids)
                     raise
                 # Log the refusal once and drop the ids: sending them again would be refused too,
                 # and would block all later ones.
@@ -134,8 +134,8 @@ class PostgresDoorbell:
                         "PostgreSQL refuses notifications (%s): sweeps find their jobs", error
                     )
                 self._refusal_is_told = True
-            except BaseException:  # also if cancelled: no ring is lost here
-                self._unsent.put(rung)
+            except BaseException:  # also if cancelled: no id is lost here
+                self._unsent.put(ids)
                 raise
             await asyncio.sleep(GATHERED)
 

@@ -77,7 +77,7 @@ MAX_MARKED = 100
 """Maximum jobs that become pending in one transaction; the rest follow in the next."""
 MAX_QUEUE_QUERIES = 8
 """Queries of the queue in one transaction, each starting after the last job of the previous one."""
-ELSEWHERE = frozenset(
+AVOID_MACHINE_AFTER = frozenset(
     {
         FailureClass.LAUNCH_FAILURE,
         FailureClass.GPU_FAULT,
@@ -99,7 +99,7 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ClaimResult:
     """The result of one `claim`."""
 
     claimed: Sequence[Claimed] = ()
@@ -129,13 +129,13 @@ class Explained:
     machines: Mapping[str, Machine] | None = None
 
 
-def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
+def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> ClaimResult:
     """Make attempts for up to `limit` queued jobs, leased to `owner`."""
     now = database_time(session)
     jobs = _candidates(session, now, limit)
     if not jobs:
-        requeue_pending.wake_unnoticed(session, None)
-        return Round()
+        requeue_pending.requeue_unnoticed(session, None)
+        return ClaimResult()
     plan = _Plan()
     projects = {job.project for job in jobs}
     locked_projects = capacity.lock_quotas(
@@ -150,9 +150,9 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     if plan.dependent or plan.blocked:
         blocked_jobs = sorted(plan.blocked.values(), key=lambda blocked_job: blocked_job.key)
         unplaced = Unplaced(plan.dependent, blocked_jobs, is_drained)
-        return Round(claimed, unplaced, has_more=bool(claimed) and has_more)
-    woken_count = requeue_pending.wake_unnoticed(session, view) if is_drained else 0
-    return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
+        return ClaimResult(claimed, unplaced, has_more=bool(claimed) and has_more)
+    woken_count = requeue_pending.requeue_unnoticed(session, view) if is_drained else 0
+    return ClaimResult(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
 def explain(session: Session, unplaced: Unplaced) -> Explained:
@@ -198,7 +198,7 @@ def mark(session: Session, unplaced: Unplaced, explained: Explained, owner: str)
             blocked = explained.reasons.get(job.job_id)
             if blocked and view.room_for(job.resources, job.project, job.key) is None:
                 remaining -= _mark_shape_pending(session, job, blocked, view, actor, remaining)
-    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
+    return unplaced.drained and bool(requeue_pending.requeue_unnoticed(session, view))
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         # A void attempt never ran, so its number is used again.
         earlier.number = row.number + (row.outcome != Outcome.VOID)
         earlier.previous_failure = row.failure_class or earlier.previous_failure
-        if row.failure_class in ELSEWHERE:
+        if row.failure_class in AVOID_MACHINE_AFTER:
             earlier.machines.add(row.vm_id)
         if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
             blamed_attempts[row.epoch] = earlier
@@ -705,7 +705,7 @@ def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) ->
     )
     for job_id in session.scalars(still_queued).all() if unmet else ():
         dependency = unmet[job_id]
-        if dependency.hopeless:
+        if dependency.unsatisfiable:
             values: dict[str, Any] = {
                 "status": JobStatus.FAILED,
                 "failure_reason": dependency.reason,

@@ -28,7 +28,7 @@ class Unmet:
 
     job_id: str
     reason: str
-    hopeless: bool = False
+    unsatisfiable: bool = False
     """The followed job has ended other than required, or is gone: the other one can never start."""
 
 
@@ -43,7 +43,9 @@ def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unm
     for job_id, entries in after.items():
         reasons = [reason for entry in entries if (reason := _unmet_dependency(entry, statuses))]
         if reasons:
-            by_job[job_id] = next((reason for reason in reasons if reason.hopeless), reasons[0])
+            by_job[job_id] = next(
+                (reason for reason in reasons if reason.unsatisfiable), reasons[0]
+            )
     return by_job
 
 
@@ -58,7 +60,7 @@ def _unmet_dependency(entry: str, statuses: Mapping[str, str]) -> Unmet | None:
         if status == JobStatus.CANCELLED:
             description = "was cancelled"
         return Unmet(
-            job_id, f"job {job_id}, which it was to come after, {description}", hopeless=True
+            job_id, f"job {job_id}, which it was to come after, {description}", unsatisfiable=True
         )
     condition = "completed" if must_complete else "ended"
     return Unmet(job_id, f"waits until job {job_id} has {condition}; that one is {status}")

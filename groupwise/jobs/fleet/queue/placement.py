@@ -66,7 +66,7 @@ class MachineGPU:
 
 
 _KINDS: dict[tuple[object, ...], int] = {}
-"""Numbers of kinds of machines. Once there are `_MAX_KINDS` it is begun again with numbers that were not used before."""
+"""Numbers of kinds of machines. Once there are `_MAX_KINDS` it is emptied; new kinds then get numbers that were not used before."""
 _MAX_KINDS = 10_000
 _NUMBERS = count(1)
 

@@ -11,8 +11,8 @@ a job waits, and to withhold capacity for a gang. They are read before, because 
 writer at a time anyway.
 
 A woken job may leave the queue without using the room that woke it (cancelled, held, placed elsewhere), and where more than a thousand
-machines have room `wake` reads only some of them, and may miss the one that fits. `claim` therefore calls `wake_unnoticed`, which reads all
-and takes no lock, whenever it finds the queue empty.
+machines have room `wake` reads only some of them, and may miss the one that fits. `claim` therefore calls `requeue_unnoticed`, which
+reads all and takes no lock, whenever it finds the queue empty.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def woken_once(session: Session) -> Generator[None, None, None]:
         )
 
 
-def wake_unnoticed(session: Session, fleet_view: FreeCapacity | None) -> int:
-    """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
+def requeue_unnoticed(session: Session, fleet_view: FreeCapacity | None) -> int:
+    """Wake jobs for capacity that no `wake` call announced; returns how many. `fleet_view`: the free capacity, if already read."""
     woken_count = _wake_dependents(session, "capacity")
     if fleet_view is not None and fleet_view.is_full():
         return woken_count

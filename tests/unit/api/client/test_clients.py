@@ -284,7 +284,7 @@ def test_a_post_that_was_lost_is_sent_again_with_its_key(ask: Ask) -> None:
         assert server.slept == [7.5]
 
 
-def test_what_will_not_pass_is_raised_at_once(ask: Ask) -> None:
+def test_permanent_errors_are_raised_without_a_retry(ask: Ask) -> None:
     kinds: dict[str, type[ClientError]] = {
         "not_started": NotStarted, "already_rewarded": AlreadyRewarded, "lease_expired": GroupGone, "unauthorised": NotAuthorised,
         "engine_failed": Unavailable, "model_not_allowed": InvalidRequest,

@@ -88,7 +88,7 @@ async def test_connections_beyond_the_bound_are_closed(
 NEXT = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
 
 
-async def test_who_asks_on_and_on_before_an_answer_is_left() -> None:
+async def test_a_client_that_pipelines_too_many_requests_is_disconnected() -> None:
     last = NEXT.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     assert (await answer(NEXT * 5 + last)).count(b" 200 ") == 6
     assert (await answer(NEXT * 2_000)).count(b" 200 ") < 20

@@ -20,7 +20,7 @@ from groupwise.api.http.strict_json import (
 )
 
 
-def test_what_is_meant_is_read_and_nothing_deeper() -> None:
+def test_json_is_parsed_up_to_the_maximum_depth() -> None:
     assert parse(b'{"a": [1, 2.5, null, true, "\\ud83d\\ude00"]}') == {
         "a": [1, 2.5, None, True, "😀"]
     }

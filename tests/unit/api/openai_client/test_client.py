@@ -175,7 +175,7 @@ async def failed(service: Service, said: str, **given: Any) -> EndpointError:
 @pytest.mark.parametrize(
     "failure", [408, 409, 425, 500, 502, 504, httpx2.ConnectError("no"), httpx2.ReadError("cut")]
 )
-async def test_what_may_pass_is_asked_again(failure: Reply) -> None:
+async def test_temporary_failures_are_retried(failure: Reply) -> None:
     service, clock = Service(failure, failure, completion("x")), Clock()
     async with client(service, clock) as asking:
         assert (await asking.chat(ASKED)).texts == ("x",)
@@ -198,7 +198,7 @@ async def test_what_may_pass_is_asked_again(failure: Reply) -> None:
          [{"error": {"message": "slow down", "code": 429}}, {"error": {"message": "no such model", "code": 404}}]),
     ],
 )  # fmt: skip
-async def test_what_will_not_pass_is_not_asked_again(said: str, replies: list[Reply]) -> None:
+async def test_permanent_failures_are_not_retried(said: str, replies: list[Reply]) -> None:
     service = Service(*replies)
     error = await failed(service, said, retries=2)
     assert len(service.asked) == len(replies)

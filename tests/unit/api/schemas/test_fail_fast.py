@@ -22,7 +22,9 @@ GENERATE = {"verb": "generate", "request": {"prompt_ids": WRONG, "seeds": WRONG}
     (CallRequest, {"do": GENERATE}), (JobsBody, {"job_ids": WRONG}),
     (JobRequest, {"arguments": WRONG, "labels": dict.fromkeys(map(str, range(9_999)), 1)}),
 ])  # fmt: skip
-def test_it_is_told_once(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_a_body_with_many_mistakes_gives_few_errors(
+    model: type[BaseModel], body: dict[str, Any]
+) -> None:
     optional: Any = model | None
     within = TypeAdapter[Any](optional)
     for read in (model.model_validate, TypeAdapter(model).validate_python, within.validate_python):

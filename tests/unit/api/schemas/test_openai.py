@@ -36,7 +36,7 @@ def test_messages_become_what_templates_take():
     assert plain == [{"role": "developer", "content": "ab"}, named, called, result]
 
 
-def test_what_fields_come_to():
+def test_values_derived_from_request_fields():
     stops = [chat(stop=given).stops for given in (None, "a", ["a", "b"], [])]
     assert stops == [None, ("a",), ("a", "b"), ()]
     assert text(top_p=1, top_k=-1, min_p=0).restrictions == {}

@@ -181,7 +181,9 @@ def test_what_was_left_is_fetched(ways: BothWays, jobs: dict[str, str], tmp_path
 # --- changing
 
 
-def test_what_is_done_twice_says_the_same(ways: BothWays, jobs: dict[str, str]) -> None:
+def test_repeated_commands_print_the_same_in_both_ways(
+    ways: BothWays, jobs: dict[str, str]
+) -> None:
     for words in (
         f"hold {jobs['held']}",
         f"stop {jobs['cancelled']}",

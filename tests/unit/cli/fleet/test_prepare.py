@@ -81,7 +81,7 @@ def test_nothing_is_removed_while_jobs_begin(
     assert "just beginning" in err
 
 
-def test_what_any_row_names_is_kept(
+def test_prune_keeps_environments_that_any_machine_uses(
     trusted: Command, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[set[str]] = []

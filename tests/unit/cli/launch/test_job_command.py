@@ -15,7 +15,7 @@ from groupwise.jobs.hosts.spec import JOB_ID
 ODD = ("--config", "a b", "it's", "", "two\nlines", "-v", "--script", "$(x)", "--")
 
 
-def test_what_stands_behind_the_dashes_is_untouched() -> None:
+def test_words_after_the_dashes_are_kept_unchanged() -> None:
     own, behind = split_command(["--gpus", "1", "--", "rl", *ODD])
     assert own == ["--gpus", "1"]
     assert behind == JobCommand(None, ("rl", *ODD))

@@ -82,7 +82,7 @@ def test_a_tinker_service_decides_how_it_computes(load: Any, word: str) -> None:
     "algorithm.entropy_coef=0.1", "algorithm.entropy_advantage=0.1", "algorithm.top_entropy_quantile=0.5", "sampler.enforce_eager=true",
     "sampler.quantization=int8",
 ])  # fmt: skip
-def test_what_tinkers_calls_cannot_say_is_refused(word: str) -> None:
+def test_settings_that_tinker_does_not_support_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
         load_config({"model": {"name": "tiny", "backend": "tinker"}}, [word])
 

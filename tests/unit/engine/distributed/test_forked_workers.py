@@ -108,7 +108,7 @@ async def test_ctrl_c_is_for_the_main_process(shared):
     assert os.getpgid(shared.zygote) != os.getpgid(0)
 
 
-async def test_what_cannot_be_read_ends_all(own):
+async def test_an_unreadable_answer_ends_all_workers(own):
     waiting = asyncio.create_task(own.call(0, "wait"))
     await own.call(0, "add", 1)
     unread = r"cannot be taken(.|\n)*No module named 'known_here_alone'(.|\n)*--resume"

@@ -75,7 +75,7 @@ def both(ours: bytes = SECRET, theirs: bytes = SECRET) -> tuple[list[Any], tuple
     return found, (first, rank)
 
 
-def test_who_knows_the_secret_is_let_in_and_heard() -> None:
+def test_a_shared_secret_opens_a_channel_in_both_directions() -> None:
     ((number, seal), its), (here, there) = both()
     assert number == 3
     ours, theirs = MessageChannel(here, seal), MessageChannel(there, its)
@@ -88,7 +88,7 @@ def test_who_knows_the_secret_is_let_in_and_heard() -> None:
     theirs.close()
 
 
-def test_who_does_not_know_it_is_let_in_nowhere() -> None:
+def test_another_secret_fails_on_both_sides() -> None:
     found, ends = both(theirs=b"another")
     assert isinstance(found[0], UnknownCallerError)
     assert isinstance(found[1], OSError)
@@ -103,7 +103,7 @@ def heard(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_what_is_called_must_know_it_too(pair: Pair) -> None:
+def test_the_caller_rejects_a_replayed_challenge(pair: Pair) -> None:
     """Who only repeats what it heard is not believed."""
     first, rank = pair
     first.sendall(b"c" * 32)

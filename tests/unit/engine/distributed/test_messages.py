@@ -25,7 +25,7 @@ def test_messages_arrive_whole_and_in_order(ends):
     sender.join()
 
 
-def test_who_takes_nothing_is_given_up(ends):
+def test_a_peer_that_does_not_read_is_disconnected(ends):
     ours, theirs = ends
     ours.set_send_timeout(0.05)
     ours.send(CallResult(1, "taken"))

@@ -172,7 +172,9 @@ async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, alone):
 
 @TIED
 @IN_ONE
-async def test_others_come_and_go_in_the_middle(processes, tmp_path, alone):
+async def test_adding_and_dropping_other_adapters_does_not_change_one_in_training(
+    processes, tmp_path, alone
+):
     wanted = await alone("attention", count=3)
     base, models = await base_of(processes)
     with closing(base):
@@ -242,7 +244,7 @@ async def test_dropping_waits_for_what_is_under_way_and_then_refuses_and_frees_t
         assert await step(again, 0) == seen
 
 
-async def test_what_it_held_is_freed(tmp_path):
+async def test_a_dropped_adapter_frees_its_tensors(tmp_path):
     """Its learner and sampler with all their tensors; the modules of the base are its own again."""
 
     def tensors() -> int:

@@ -133,7 +133,7 @@ def peers():
 
 
 @pytest.mark.parametrize("greeting", [b"x" * 72, b"GET / HTTP/1.1\r\n"])
-def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
+def test_a_caller_without_the_secret_is_disconnected(peers, greeting):
     with socket.create_connection(peers._call_socket.getsockname()) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)

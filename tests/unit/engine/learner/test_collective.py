@@ -22,7 +22,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def test_what_the_first_one_tells_is_heard(store: Any) -> None:
+def test_a_published_value_can_be_read(store: Any) -> None:
     collective.publish_value("line", "host 1 word")
     assert collective.read_published("line") == "host 1 word"
 

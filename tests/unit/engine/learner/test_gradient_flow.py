@@ -148,7 +148,7 @@ ROUNDED_FIRST: list[Any] = [
 
 
 @pytest.mark.parametrize(("owner", "name", "computed", "dropout"), ROUNDED_FIRST)
-def test_what_rounds_first_is_seen(
+def test_an_adapter_that_is_rounded_first_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, computed: Any, dropout: float
 ):
     weights = trained(torch.bfloat16, dropout=dropout)

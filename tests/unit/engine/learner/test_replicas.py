@@ -87,7 +87,7 @@ def test_a_gradient_that_some_or_all_lack(tmp_path):
             assert torch.equal(both, gradient(0, update, 2) + gradient(1, update, 2))
 
 
-def test_what_is_not_finite_is_so_for_all(tmp_path):
+def test_a_gradient_that_is_not_finite_reaches_all_ranks(tmp_path):
     def given(rank, update, number):
         return gradient(rank, update, number) * (float("inf") if rank == 1 else 1.0)
 

@@ -59,7 +59,7 @@ def starting(adapter, **more) -> ModelConfig:
     "given",
     [{}, {"r": 4, "alpha": 8, "dropout": 0.05}, {"target_modules": ("self_attn.v_proj", "q_proj")}],
 )
-def test_what_agrees_is_accepted(adapter, given, no_loading):
+def test_lora_settings_that_match_the_adapter_are_accepted(adapter, given, no_loading):
     check_adapter(starting(adapter), LoraConfig(**given))
     config = starting_config(starting(adapter), LoraConfig(**given))
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.05)
@@ -70,7 +70,7 @@ def test_what_agrees_is_accepted(adapter, given, no_loading):
     ({"target_modules": ("q_proj",)}, r"lora\.target_modules .*v_proj"),
     ({"target_modules": "all-linear"}, r"lora\.target_modules names 10 layers"),
 ])  # fmt: skip
-def test_what_differs_is_refused(adapter, given, told, no_loading):
+def test_lora_settings_that_contradict_the_adapter_are_refused(adapter, given, told, no_loading):
     with pytest.raises(ModelError, match=told):
         check_adapter(starting(adapter), LoraConfig(**given), "--init-from")
 

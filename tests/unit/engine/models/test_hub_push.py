@@ -157,7 +157,7 @@ def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
     ("me/a b", "hf_of_the_tests", "write", "me/a b"), ("me/model", "another", "write", "HF_TOKEN"),
     ("me/model", "hf_of_the_tests", "read", "may only read"), ("me/model", None, "write", "hf auth login"),
 ])  # fmt: skip
-def test_who_may_not_write_is_told_before_any_work(
+def test_missing_write_access_is_refused_before_any_work(
     monkeypatch, tmp_path, repo_id, token, role, told
 ):
     with serve_hub(Hub(orgs=("lab",), role=role)) as hub:

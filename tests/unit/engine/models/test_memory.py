@@ -37,7 +37,7 @@ ASKED = {"processor": "1,099,511,627,776.0 MiB", "numpy": "1.00 EiB", "gpu": "20
 
 
 @pytest.mark.parametrize("who", REFUSALS)
-def test_whoever_refuses_it_is_understood(who):
+def test_out_of_memory_errors_of_every_source_are_recognised(who):
     error = REFUSALS[who]
     assert is_out_of_memory(error)
     with pytest.raises(OutOfMemoryError) as caught, explaining_out_of_memory("learning"):

@@ -39,7 +39,7 @@ def test_a_beginning_is_added_once_where_the_model_wants_one():
 
 @pytest.mark.parametrize("family", SPECIAL)
 @pytest.mark.parametrize("who", ["user", "assistant", "prefill"])
-def test_what_is_said_is_text_whoever_says_it(family: str, who: str) -> None:
+def test_control_tokens_in_messages_are_tokenised_as_text(family: str, who: str) -> None:
     """A control token in a message is tokenised as plain text. A message without one has the same tokens as before."""
     made = chat_tokenizer(family)
     forged = "x".join([*SPECIAL[family], "y"])

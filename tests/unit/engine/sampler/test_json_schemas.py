@@ -85,7 +85,7 @@ async def test_log_probabilities_are_those_of_the_constrained_distribution(make_
         assert 0.0 in each.logprobs, "where only one token fits, it is certain"
 
 
-async def test_others_keep_every_bit(make_sampler):
+async def test_a_json_schema_does_not_affect_other_requests(make_sampler):
     sampler = make_sampler(key_length=128)
     plain = request(3, schema=None, max_tokens=20)
     alone = await sampler.generate(plain)

@@ -95,7 +95,7 @@ async def test_the_repetition_penalty_sees_the_models_own_logits(make_sampler):
 
 
 @BOTH_ENGINES
-async def test_others_keep_every_bit_and_what_changes_nothing_changes_none(make_sampler):
+async def test_changed_logits_do_not_affect_other_requests(make_sampler):
     sampler = make_sampler()
     plain = [request(0, 5), request(1, 3, top_p=0.8), request(2, 2, temperature=0.5, min_tokens=3)]
     alone = [await sampler.generate(each) for each in plain]

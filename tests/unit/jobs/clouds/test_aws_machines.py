@@ -56,7 +56,7 @@ def test_the_end_is_armed_first_and_the_key_said_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["shutdown", "chmod"])
-def test_whatever_fails_before_its_last_line_ends_the_machine(tmp_path: Path, broken: str) -> None:
+def test_a_failing_start_script_shuts_the_machine_down(tmp_path: Path, broken: str) -> None:
     said = ran(script(), tmp_path, broken=broken)
     assert said[-1] == "shutdown --no-wall -P now"
     assert not (tmp_path / "root/dev/console").exists()

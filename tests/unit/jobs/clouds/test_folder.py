@@ -86,7 +86,7 @@ def test_a_folder_is_of_one_job_and_of_one_who_fetches_and_takes_files(tmp_path:
         raise OSError(28, "No space left on device")
 
 
-def test_what_is_here_comes_no_more_and_what_differs_does(results: ResultsFolder) -> None:
+def test_only_files_that_differ_are_fetched_again(results: ResultsFolder) -> None:
     """Also what somebody else has put there."""
     (results.folder / "mine").write_bytes(b"mine")
     (results.folder / "c").mkdir()

@@ -67,7 +67,7 @@ def test_files_come_with_their_bits(tmp_path: Path) -> None:
     assert [here for here, _, _ in told] == sorted(here for here, _, _ in told)
 
 
-def test_what_is_right_is_kept_and_not_asked_for(tmp_path: Path) -> None:
+def test_complete_files_are_not_downloaded_again(tmp_path: Path) -> None:
     left = Left(a=b"a" * 25, b=b"b" * 25)
     (tmp_path / "a").write_bytes(left.bytes["a"])
     assert left.bring(tmp_path) == {"a"}
@@ -117,7 +117,9 @@ def test_an_interruption_is_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"?" * 20, b"?" * 50, b"?" * 70])
-def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes) -> None:
+def test_a_corrupt_partial_file_is_downloaded_from_the_beginning(
+    tmp_path: Path, torn: bytes
+) -> None:
     left = Left(b=bytes(range(50)))
     (tmp_path / f".{left.entries['b'].sha256}.part").write_bytes(torn)
     left.bring(tmp_path)
@@ -126,7 +128,7 @@ def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes
 
 
 @pytest.mark.parametrize("wrong", [b"?" * 50, b"short", b"?" * 51])
-def test_what_comes_and_is_wrong_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
+def test_a_download_with_a_wrong_hash_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
     left = Left(b=bytes(range(50)))
     left.bytes["b"] = wrong
     with pytest.raises(DownloadError, match="1 of 1 file did"):

@@ -14,8 +14,8 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.jobs.fleet.machines import packing
-from groupwise.jobs.fleet.notify.local import LocalDoorbell, OpenFolder, command_socket
-from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+from groupwise.jobs.fleet.notify.local import LocalNotifier, OpenFolder, command_socket
+from groupwise.jobs.fleet.notify.postgres import PostgresNotifier
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store.database import CommitUnknown, Database, DatabaseFailure
 from tests.fleet_api import commands_answered, place_in
@@ -46,21 +46,21 @@ def test_events_name_the_user_or_for_whom_the_dashboard_acts(fleet: LocalFleet) 
 
 async def test_a_dispatcher_is_woken(database: Database, tmp_path: Path) -> None:
     place = place_in(tmp_path / "fleet")
-    bells: list[Any] = [LocalDoorbell(place.folder)]
+    notifiers: list[Any] = [LocalNotifier(place.folder)]
     if database.dialect == "postgresql":
-        bells.append(PostgresDoorbell(database.connection_arguments()))
-    heard = [asyncio.create_task(bell.wait(20)) for bell in bells]
+        notifiers.append(PostgresNotifier(database.connection_arguments()))
+    heard = [asyncio.create_task(notifier.wait(20)) for notifier in notifiers]
     await asyncio.sleep(0)
-    while not all(getattr(bell, "is_listening", True) for bell in bells):  # noqa: ASYNC110 - it has no event
+    while not all(getattr(notifier, "is_listening", True) for notifier in notifiers):  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0.01)
     try:
         # The fleet stays open: a command that goes on after it has submitted wakes dispatchers at once.
         with LocalFleet(place, "user:ada", database=database) as fleet:
             job = (await asyncio.to_thread(fleet.submit, COMMAND))["job_id"]
-            assert await asyncio.gather(*heard) == [{job}] * len(bells)
+            assert await asyncio.gather(*heard) == [{job}] * len(notifiers)
     finally:
-        for bell in bells:
-            await bell.close()
+        for notifier in notifiers:
+            await notifier.close()
 
 
 def test_files_go_in_and_come_out_in_pieces(fleet: LocalFleet, tmp_path: Path) -> None:

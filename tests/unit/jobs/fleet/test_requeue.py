@@ -179,7 +179,7 @@ async def test_what_is_reserved_for_an_attempt_that_is_over_and_clean_is_given_b
 
 
 @pytest.mark.parametrize("cleanup", ["pending", "leaking"])
-async def test_what_may_still_be_held_stays_reserved(fleet: Fleet, cleanup: str):
+async def test_resources_stay_reserved_until_cleanup_is_done(fleet: Fleet, cleanup: str):
     fleet.job("done", "running")
     fleet.attempt("done", "succeeded", cleanup=cleanup)
     await fleet.sweep()

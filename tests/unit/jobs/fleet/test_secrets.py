@@ -59,7 +59,9 @@ def test_by_default_three_variables_and_the_files_of_one_folder(
     "file:{folder}/secrets/./token", "file:{folder}//secrets/token", "file:{folder}/secrets/token/", "file:{folder}/secrets/",
     "file:{folder}/secrets-of-others/token", "file:secrets/token", "file:{folder}/secrets/a\0b", "FILE:{folder}/secrets/token", "",
 ])  # fmt: skip
-def test_nothing_else(folder: Path, reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_references_to_secrets_are_refused(
+    folder: Path, reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GROUPWISE_API_KEY", CANARY)
     allowed = FleetPlace(folder, FleetSettings()).secrets
     said = refused(allowed, reference.format(folder=folder))

@@ -80,7 +80,7 @@ def told(database: Database) -> list[tuple[str, Any]]:
     return [(kind, detail) for kind, detail in rows]
 
 
-async def test_it_posts_what_nats_is_told_with_a_number_to_know_it_by(
+async def test_a_webhook_posts_the_nats_message_with_an_idempotency_key(
     database: Database, world: World, outlet: WebhookOutlet
 ):
     assert await outlet.announce([ended()]) == {5}

@@ -93,7 +93,7 @@ def test_plain_files_are_found_below_folders_and_all_else_is_refused_at_once(
         assert expected in str(refused.value)
 
 
-def test_what_is_put_is_there_under_its_hash_once_and_becomes_a_file_again(
+def test_a_blob_is_stored_once_under_its_hash_and_copied_to_a_file(
     store: BlobStore, tmp_path: Path
 ) -> None:
     first, second = store.put(b"content"), store.put(b"content")

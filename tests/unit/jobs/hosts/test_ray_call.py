@@ -87,7 +87,7 @@ def test_the_token_is_read_where_ray_reads_it(server: Server, tmp_path: Path, wh
     assert server.seen[0][2] == f"Bearer {expected}"
 
 
-def test_it_goes_nowhere_else_with_the_token(server: Server, tmp_path: Path) -> None:
+def test_the_token_is_not_sent_to_redirects_or_proxies(server: Server, tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     given = {"RAY_AUTH_TOKEN": "of-here", "http_proxy": dead}
     done = asks(server.address, tmp_path, ("GET", "/moved", None), **given)

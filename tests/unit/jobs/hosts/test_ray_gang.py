@@ -112,7 +112,7 @@ def test_the_others_run_what_the_first_one_says_and_end_after_it(gang: Gangs) ->
 
 
 @pytest.mark.parametrize("how", ["ends", "is gone"])
-def test_where_another_one_ends_all_do(
+def test_all_ranks_end_when_one_ends(
     gang: Gangs, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_gang, "NOTICE", 0.1)
@@ -151,7 +151,9 @@ def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
     assert engine_said(gang) == "25"
 
 
-def test_what_does_not_end_is_killed(gang: Gangs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_ignores_sigterm_is_killed(
+    gang: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_gang, "SAVING", 0.2)
     ready = gang.folder / "ready"
     stays = f"trap '' TERM; echo >{ready}; {LIVES}"

@@ -293,7 +293,9 @@ def test_cancel_reaches_what_was_stopped_and_the_grace_is_everybody_s(here: Mach
 
 @pytest.mark.parametrize("prefix", ["", "env -i"])
 @pytest.mark.parametrize("how", ["ends", "is cancelled"])
-def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str, how: str) -> None:
+def test_daemons_of_a_job_are_killed_when_it_ends(
+    here: Machine, method: str, prefix: str, how: str
+) -> None:
     words, limits = daemon(here, prefix=prefix), {"grace_seconds": 0.1}
     ends = "exit 6" if how == "ends" else FOR_EVER
     until_there = "until [ -e daemon ]; do sleep 0.02; done"
@@ -331,9 +333,7 @@ def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
 
 
 @pytest.mark.parametrize("voided", [False, True])
-def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
-    here: Machine, voided: bool
-) -> None:
+def test_a_job_without_its_folder_is_killed_by_its_mark(here: Machine, voided: bool) -> None:
     here.sh(f"echo $$ >pid; {FOR_EVER}")
     pid, supervisor = int(here.written("pid")), here.state()["supervisor"]
     shutil.rmtree(here.folder())

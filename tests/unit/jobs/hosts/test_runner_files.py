@@ -299,7 +299,7 @@ def test_no_more_is_read_of_a_file_than_was_listed(
     assert read == [11]
 
 
-def test_what_becomes_a_link_a_moment_before_it_is_opened(
+def test_a_file_replaced_by_a_link_before_opening_is_refused(
     here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "key").write_text("canary")

@@ -240,7 +240,7 @@ def test_a_number_that_no_database_takes_is_no_epoch(here: Machine) -> None:
     assert {"what": "folder", "detail": "job.9223372036854775808"} in told["quarantined"]
 
 
-def test_whatever_happens_to_one_the_others_are_told_of(
+def test_observe_reports_all_attempts_if_one_cannot_be_read(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.sh("sleep 600", job="other")

@@ -83,7 +83,7 @@ def test_what_no_machine_could_run(spec: JobSpec, word: str) -> None:
     assert word in problem
 
 
-def test_what_is_right_has_no_problems_and_the_same_hash_once_it_was_json() -> None:
+def test_a_valid_spec_has_no_problems_and_keeps_its_hash_through_json() -> None:
     assert problems(RIGHT) == []
     again = from_json(json.loads(json.dumps(as_json(RIGHT))))
     assert (again, spec_hash(again)) == (RIGHT, spec_hash(RIGHT))

@@ -131,7 +131,7 @@ async def test_results_come_with_each_new_checkpoint_and_at_the_end(
 
 
 @pytest.mark.parametrize("why", [Unreachable, Busy])
-async def test_who_is_away_or_busy_is_asked_again_and_told_of_once(
+async def test_an_unreachable_place_is_asked_again_and_reported_once(
     watch: Watch, said: list[Any], slept: list[float], why: type[CloudError]
 ) -> None:
     place = Place([Status(Phase.ENDED, 2, ending=ENDED)], b"ok", away=3, why=why)

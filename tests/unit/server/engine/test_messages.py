@@ -5,7 +5,7 @@ from typing import Any
 from groupwise.core.errors import ConfigError, EndpointError, OutOfMemoryError, RunError, StoreError
 from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_error
 from groupwise.server.run.engine_errors import refusal_of
-from groupwise.server.run.engine_supervisor import FULL_SECONDS
+from groupwise.server.run.engine_supervisor import DISK_FULL_RETRY_SECONDS
 
 
 def crossed(error: BaseException) -> Any:
@@ -34,5 +34,5 @@ def test_values_and_errors_of_ours_come_back_as_they_are_and_others_are_explaine
 
 def test_a_disk_that_was_full_there_is_said_to_be_here():
     refusal = refusal_of(crossed(OSError(28, "No space left on device")), "engine_failed")
-    assert (refusal.code, refusal.retry_after) == ("disk_full", FULL_SECONDS)
+    assert (refusal.code, refusal.retry_after) == ("disk_full", DISK_FULL_RETRY_SECONDS)
     assert refusal_of(crossed(OSError(13, "no")), "engine_failed").code == "engine_failed"

@@ -254,7 +254,7 @@ async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
+async def test_invalid_requests_are_refused(models: EngineModels, tmp_path: Path) -> None:
     def drawn(most: int, *prompt: int) -> SampleRequest:
         return SampleRequest(prompt or PROMPT, (1,), SamplingParams(max_tokens=most))
 

@@ -26,16 +26,16 @@ from groupwise.server.ledger.groups import (
     add_groups,
     expire_overdue,
     give_up,
-    go_stale,
+    mark_stale,
     prune_records,
 )
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.plans import (
     Trained,
     count_loss,
-    living_plan,
     make_plan,
     mark_trained,
+    plan_of_step,
     quarantine,
 )
 from groupwise.server.ledger.rewards import Post, accept_rewards
@@ -107,7 +107,7 @@ def release(transaction: Transaction) -> None:
 
 def plan_and_lose(step: int, *groups: str) -> Callable[[Transaction], None]:
     def planned(transaction: Transaction) -> None:
-        if living_plan(transaction, RUN, step) is None:
+        if plan_of_step(transaction, RUN, step) is None:
             make_plan(transaction, RUN, step, groups, {"learning_rate": 0.1})
             count_loss(transaction, RUN, step)
 
@@ -115,21 +115,21 @@ def plan_and_lose(step: int, *groups: str) -> Callable[[Transaction], None]:
 
 
 def trained(transaction: Transaction) -> None:
-    plan = living_plan(transaction, RUN, 0)
+    plan = plan_of_step(transaction, RUN, 0)
     mark_trained(transaction, RUN, 0, Trained("f", 1, "/p", {"loss": 0.5}))
     if plan is not None and plan.state == "planned":
         add_event(transaction, RUN, "step", {"step": 0})
 
 
 def put_aside(transaction: Transaction) -> None:
-    if living_plan(transaction, RUN, 1) is not None:
+    if plan_of_step(transaction, RUN, 1) is not None:
         quarantine(transaction, RUN, 1, "it ended the engine twice")
 
 
 LIFE: list[tuple[Any, ...]] = [
     (start,), (complete,), (complete_more,), (reward_one,), (reward_several,), (release,),
     (give_up, "g-3"), (plan_and_lose(0, "g-1", "g-0"),), (store_uptime,), (trained,),
-    (plan_and_lose(1, "g-2"),), (put_aside,), (go_stale, RUN, 1), (prune_records, RUN, 1),
+    (plan_and_lose(1, "g-2"),), (put_aside,), (mark_stale, RUN, 1), (prune_records, RUN, 1),
     (set_run_state, RUN, "finished"),
 ]  # fmt: skip
 """What is done to the ledger, one after another. Each may be repeated at once."""

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.group_states import FINAL_STATES, State, transitions
-from groupwise.server.ledger.groups import add_groups, expire_overdue, give_up, go_stale
+from groupwise.server.ledger.groups import add_groups, expire_overdue, give_up, mark_stale
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.writer import Ledger
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             for name, known in self.groups.items()
             if known.state in ("rewarded", "held") and known.step < first
         ]
-        assert sorted(row.id for row in self.do(go_stale, RUN, first)) == over
+        assert sorted(row.id for row in self.do(mark_stale, RUN, first)) == over
         for name in over:
             self.groups[name].state = "stale"
 

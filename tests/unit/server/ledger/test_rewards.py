@@ -18,7 +18,7 @@ from groupwise.server.ledger.groups import (
     echo_of,
     expire_overdue,
     give_up,
-    go_stale,
+    mark_stale,
     read_group,
 )
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
@@ -50,7 +50,7 @@ BECOMES = {
     "planned": lambda run: make_plan(run, RUN, 0, ["g-0"], {}),
     "trained": train,
     "quarantined": put_aside,
-    "stale": lambda run: go_stale(run, RUN, 5),
+    "stale": lambda run: mark_stale(run, RUN, 5),
     "of a run that has ended": lambda run: set_run_state(run, RUN, "finished"),
     "long over its lease": lambda run: expire_overdue(replace(run, uptime=run.uptime + 9 * LEASE)),
 }

@@ -48,7 +48,7 @@ async def test_several_completions_are_a_group_also_streamed(tmp_path) -> None:
         assert [each.completion for each in kept.rollouts] == texts_of(pieces, 2)
 
 
-async def test_what_cannot_be_kept_has_no_end(tmp_path, monkeypatch) -> None:
+async def test_a_stream_on_a_full_disk_ends_with_an_error(tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise Refusal("disk_full")
 
@@ -284,7 +284,7 @@ async def test_rewards_of_members_survive_the_server(tmp_path) -> None:
             assert await counts(served) == {"rewarded": 1}
 
 
-async def test_what_a_lease_leaves_is_trained(tmp_path, monkeypatch) -> None:
+async def test_a_group_is_trained_without_members_whose_lease_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("groupwise.server.run.periodic_tasks.TICK_SECONDS", 0.02)
     settings = {"groups_per_step": 1, "lease_seconds": 1.0}
     async with asking(tmp_path, settings=settings) as (served, client):

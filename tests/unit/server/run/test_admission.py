@@ -93,7 +93,7 @@ async def refusal_of(
     return refused.value
 
 
-async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
+async def test_a_refusal_has_its_reason_and_a_retry_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission_module, "IDLE_SECONDS", 0.01)

@@ -22,7 +22,7 @@ from groupwise.training.config import RunConfig
 ALLOWED = AllowedModels(Path("models"), ())
 
 
-def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
+def test_flat_names_are_config_keys_and_fields_of_the_start_request() -> None:
     keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
     assert {name for name in FLAT if "." in name} <= keys
     assert set(FLAT.values()) <= set(StartRequest.model_fields)

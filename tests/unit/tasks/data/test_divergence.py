@@ -65,7 +65,7 @@ def test_what_is_too_little_to_tell(prompts, steps):
     st.lists(st.floats(-1e9, 1e9), max_size=12),
     st.integers(2, 500),
 )
-def test_it_bears_any_numbers(pairs, rewards, evaluations):
+def test_divergence_is_finite_for_any_numbers(pairs, rewards, evaluations):
     found = divergence(
         HeldOutDrop("reward", [a for a, _ in pairs], [b for _, b in pairs], evaluations), rewards
     )

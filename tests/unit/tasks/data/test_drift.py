@@ -52,7 +52,7 @@ def test_what_is_no_number_is_passed_over():
 
 
 @given(st.lists(st.floats(), min_size=3), st.floats(0, 0.99))
-def test_it_bears_any_number(values, memory):
+def test_drift_is_finite_for_any_values(values, memory):
     made = gauge(*values, memory=memory)
     if made.ready:
         assert math.isfinite(made.now)

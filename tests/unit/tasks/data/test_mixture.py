@@ -46,7 +46,7 @@ def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) 
     assert Counter(Counter(found).values()) == counts
 
 
-def test_what_leaves_nothing_is_refused() -> None:
+def test_shares_that_leave_no_row_are_refused() -> None:
     with pytest.raises(TaskError, match=r"0\.01 of its 10 rows"):
         mix_parts([part("a", 10, 0.01)], 0)
     for rows, share in ((3, 0.1), (2, 0.9)):

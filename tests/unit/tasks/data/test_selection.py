@@ -84,7 +84,7 @@ def test_without_more_the_examples_come_in_the_order_of_their_epochs():
 
 
 @given(st.lists(st.integers(4, 8), min_size=1, max_size=12))
-def test_what_a_step_leaves_is_the_next_ones(used):
+def test_examples_that_a_step_did_not_use_go_to_the_next_step(used):
     """Of the slots for groups that are drawn anew, few may be used; still every example has its turn once an epoch, in order."""
     course = Course(selection())
     found = [index for step, n in enumerate(used) for index in indexes(course.step(step, 8, n))]
@@ -202,7 +202,7 @@ def only_some_teach(choice: Choice) -> list[float]:
     return [1.0, 0.0] if choice.index < 5 else [0.0, 0.0]
 
 
-def test_what_is_hopeless_is_drawn_no_more():
+def test_examples_that_teach_nothing_are_not_drawn_again():
     course = Course(selection(curriculum={"revisit": 0.0}), only_some_teach).run(3)
     assert {i for step in range(3, 8) for i in indexes(course.step(step))} == {0, 1, 2, 3, 4}
     nothing = Course(selection(curriculum={"revisit": 0.0}), lambda choice: 0.0)

@@ -35,7 +35,7 @@ def test_numbers_in_every_spelling(text, value):
     "3 or 4", "3 or four", "3 not", "3 dozen", "3 halves", "3 squared", "3 apples 4 pears",
     "**3**2", r"3\text{ no, 4}", r"3\text{ or four}",
 ])  # fmt: skip
-def test_what_is_no_number(text):
+def test_texts_that_are_not_numbers_give_none(text):
     assert literal_number(text) is None
 
 
@@ -96,13 +96,13 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
-def test_what_says_the_same(gold, answer):
+def test_equivalent_answers_match(gold, answer):
     assert answer_matches(gold, answer)
     assert answer_matches(answer, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), OTHER)
-def test_what_does_not(gold, answer):
+def test_different_answers_do_not_match(gold, answer):
     assert not answer_matches(gold, answer)
 
 

@@ -135,7 +135,7 @@ def test_a_shown_list_keeps_its_identity_and_takes_changes():
     {"global": ["math", "nowhere"]}, {"date": 3},
     {"list": [], "at": []},
 ])  # fmt: skip
-def test_what_nobody_writes_is_not_read(told):
+def test_malformed_values_are_rejected(told):
     with pytest.raises(ConnectionLost):
         ledger().read(told)
 

@@ -55,7 +55,7 @@ def test_where_a_gold_answer_stands(gold, text, contained):
 
 @pytest.mark.parametrize("reward", [CrosswordAccuracy(), PureAccuracy()])
 @pytest.mark.parametrize("gold", ["3", "catch 22", "Кот", "x²", "--", "cat Кот"])
-def test_what_letters_cannot_tell_is_refused(reward, gold):
+def test_a_gold_answer_of_other_than_plain_letters_is_refused(reward, gold):
     for text in ("<answer>3</answer>", "<answer>4</answer>", ""):
         with pytest.raises(ValueError, match="by its letters"):
             value(reward, text, gold)

@@ -112,7 +112,7 @@ def test_pairs_are_the_share_of_comparisons_won(ask):
     assert ask(["a"], mode="pairs") == [None], "there is nobody to compare it with"
 
 
-def test_who_prefers_the_first_place_prefers_nobody(ask):
+def test_a_judge_with_position_bias_gives_equal_scores(ask):
     def first(text, seed):
         mark, name = ANSWER.search(text).group("mark", "name")
         return json.dumps({"id": mark, "better": name})

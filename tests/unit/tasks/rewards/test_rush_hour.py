@@ -156,7 +156,7 @@ def test_the_first_cell_that_is_not_free_stops_the_play(moves, cells, legal):
     assert played(BOARD, moves) == (cells, legal, False)
 
 
-def test_nothing_goes_around_the_end_of_a_row():
+def test_a_car_cannot_wrap_around_the_end_of_a_row():
     for board, moves in (("AooooBooo", "B>1"), ("AooBooooo", "B<1"), ("AooBooBoo", "Bv1")):
         assert played(board, moves) == (board, 0, False)
 
@@ -289,7 +289,7 @@ def test_a_gold_solution_that_does_not_solve_its_own_board_is_refused(answer, sa
         rubric.check_rows({7: {"board": BOARD, "answer": answer}})
 
 
-def test_it_is_a_that_leaves():
+def test_another_car_at_the_exit_does_not_solve_the_board():
     board = "AoooBBoooooooooo"
     assert played(board, "B>2") == ("AoooooBBoooooooo", 1, False)
     with pytest.raises(ValueError, match="A does not reach"):

@@ -182,7 +182,7 @@ async def test_limit_holds_for_each_function_not_for_all_together(hasty):
     ("raises_half_a_character", "\\ud83d"), ("returns_half_a_character", "\\ud83d"),
     ("miscounts", "1 verdicts for 2"), ("gives_what_cannot_be_written", "scoring raised"),
 ])  # fmt: skip
-async def test_what_breaks_fails_its_call_and_the_next_one_is_served(shared, function, how):
+async def test_a_worker_that_breaks_fails_only_its_own_call(shared, function, how):
     outcome, why = told(await shared.score(request(function)))
     assert outcome == "failed"
     assert how in why

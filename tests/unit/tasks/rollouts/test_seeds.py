@@ -18,7 +18,7 @@ def test_they_never_change():
 
 
 @given(PLACES, PLACES)
-def test_what_is_distinct_has_distinct_seeds(one, other):
+def test_different_places_have_different_seeds(one, other):
     assert (member_seed(*one) == member_seed(*other)) == (one == other)
 
 

@@ -63,7 +63,7 @@ def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str
     ({"messages": CHAT["messages"][1:]}, {}, [f"gh{END}"]),
     ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]}, {}, [f"cd{END}"]),
 ])  # fmt: skip
-def test_what_is_trained(row, way, wanted):
+def test_trained_tokens_of_a_supervised_row(row, way, wanted):
     """The first token of all is never: nothing stands before it that could predict it."""
     assert trained(row, **way) == wanted
 

@@ -135,7 +135,7 @@ def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
     ("FILE:Broken", "RuntimeError: no server"), ("FILE:Picky", "Picky: beta is 0.5; it must be 0."), ("FILE:Other", "groupwise.Callback"),
     ("FILE:Nothing", "`Nothing`"), ("FILE", "Plain, Needy, Broken"), ("no/such.py:Class", "no/such.py"),
 ])  # fmt: skip
-def test_what_is_refused(file, entry, told):
+def test_invalid_callbacks_are_refused(file, entry, told):
     if isinstance(entry, str):
         entry = entry.replace("FILE", file)
     else:

@@ -81,7 +81,7 @@ async def told(tmp_path):
         each.callbacks.close()
 
 
-async def test_what_they_are_given(told, tmp_path):
+async def test_callbacks_get_trainer_args_state_and_metrics(told, tmp_path):
     recording = Recording()
     one = await told(recording)
     await one.step(loss=0.5, num_tokens=30.0)

@@ -137,7 +137,7 @@ class AddsUpRows(DrGrpo):
         (DividesByNothing, {"gradient"}),
     ],
 )
-def test_what_is_violated_is_named(kind: type[DrGrpo], violated: set[str]) -> None:
+def test_each_violated_property_is_named(kind: type[DrGrpo], violated: set[str]) -> None:
     findings = list(check_algorithm(kind(), "own.py:Mine"))
     assert {finding.level for finding in findings} == {"problem"}
     assert violated <= {finding.name.removeprefix("algorithm: ") for finding in findings}

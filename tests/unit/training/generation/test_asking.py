@@ -55,7 +55,9 @@ async def ask(
 
 
 @pytest.mark.parametrize("status", [401, 402, 403, 404])
-async def test_what_every_row_would_meet_ends_it(tmp_path: Path, status: int) -> None:
+async def test_a_status_that_every_row_would_get_ends_the_generation(
+    tmp_path: Path, status: int
+) -> None:
     service = Service(r2=status)
     with pytest.raises(EndpointError, match=f"status {status}"):
         await ask(tmp_path, service, items(50))

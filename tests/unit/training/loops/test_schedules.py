@@ -31,7 +31,7 @@ OLDER = {0: 0, 1: 0, 2: 1, 3: 1}
         ([2, 3, 1, 0], OLDER, 1, 1, {"replayed_draws": {0, 1}, "max_replayed": 1}, [1, 0]),
     ],
 )
-def test_who_is_chosen(finished, since, step, lag, more, chosen):
+def test_choose_takes_the_groups_that_are_due_first(finished, since, step, lag, more, chosen):
     assert choose(finished, since, step, lag, size=2, **more) == chosen
 
 

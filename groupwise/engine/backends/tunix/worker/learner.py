@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from groupwise.algorithms.base import Others, TokenBatch
+from groupwise.algorithms.base import SiblingSums, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import CheckpointError
 from groupwise.core.types import (
@@ -312,6 +312,6 @@ def _token_batch(computed: Numbers, about: Mapping[str, Any], loss: Any) -> Toke
         scales_B=Tensor(about["scales"]),
         entropies_BT=entropies if loss.needs_entropy_gradient else entropies.detach(),
         right_BT=Tensor(computed.right_BL) if loss.needs_accuracy else None,
-        others=Others(*map(Tensor, about["others"])) if "others" in about else None,
+        others=SiblingSums(*map(Tensor, about["others"])) if "others" in about else None,
         **optional,
     )

@@ -79,7 +79,7 @@ async def _submit_jobs(
             key=idempotency_key(request.headers),
             allowed=context.serving.allowed,
         )
-    context.serving.doorbell.ring([job["job_id"] for job in accepted])
+    context.serving.notifier.notify([job["job_id"] for job in accepted])
     return accepted
 
 
@@ -150,7 +150,7 @@ async def cancel_job(context: Context, job_id: str, body: ReasonBody | None = No
     """Cancel it in any state. Answers 202; the status is `cancelled` once nothing of the job is left. Safe to repeat."""
     reason = None if body is None else body.reason
     job = await context.run(jobs.cancel, job_id, reason)
-    context.serving.doorbell.ring([job_id])
+    context.serving.notifier.notify([job_id])
     return document(job, 202)
 
 
@@ -162,14 +162,14 @@ async def hold_job(context: Context, job_id: str) -> Response:
 async def release_job(context: Context, job_id: str) -> Response:
     """Release a held job."""
     job = await context.run(jobs.release, job_id)
-    context.serving.doorbell.ring([job_id])
+    context.serving.notifier.notify([job_id])
     return document(job)
 
 
 async def retry_job(context: Context, job_id: str) -> Response:
     """Start a failed or cancelled job again, from its last checkpoint if it has one."""
     job = await context.run(jobs.retry, job_id, allowed=context.serving.allowed)
-    context.serving.doorbell.ring([job_id])
+    context.serving.notifier.notify([job_id])
     return document(job)
 
 
@@ -196,7 +196,9 @@ async def retry_jobs(context: Context, body: JobsBody) -> Response:
 async def _change_jobs(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
     results = await context.run(jobs.change_many, body.jobs, change)
     # Those that were refused may not even exist.
-    context.serving.doorbell.ring([result["job_id"] for result in results if "error" not in result])
+    context.serving.notifier.notify(
+        [result["job_id"] for result in results if "error" not in result]
+    )
     return document(results)
 
 

@@ -216,7 +216,7 @@ async def test_a_call_that_is_refused_holds_up_none_after_it(
     assert [each.size for each in found.files] == [300_000], "in pieces that the server takes"
 
 
-async def test_what_was_raised_there_is_raised_here(pair_of: Callable[..., Pair]) -> None:
+async def test_errors_of_the_server_are_raised_in_the_client(pair_of: Callable[..., Pair]) -> None:
     pair = await asyncio.to_thread(pair_of)
     errors = (PolicyMismatchError("other weights"), UsageError("not so"), RunError("on its way"))
     for error in errors:

@@ -24,7 +24,7 @@ def model(adapter: str | None) -> ModelConfig:
     return ModelConfig(name="tiny", backend="tinker", adapter=adapter)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_weights_are_read_back(tmp_path: Path) -> None:
     saved.write(WEIGHTS, tmp_path)
     assert saved.read(tmp_path) == WEIGHTS
 

@@ -139,7 +139,7 @@ class Worker:
             raise answer
         return {"tunix": "0", "jax": "0", "platform": answer, "devices": 1, "device": answer}
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return " Waiting for other hosts."
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def test_a_saved_adapter_is_read_by_either(tmp_path: Path) -> None:
     )
 
 
-def test_who_computes_has_the_model_for_himself() -> None:
+def test_another_thread_waits_while_an_adapter_is_in_use() -> None:
     adapted = unsloth.tiny()
     for seed, name in enumerate(("policy", "served")):
         shifted(adapted, name, seed)

@@ -250,7 +250,7 @@ def test_what_was_saved_first_stays_although_another_process_did_not_wait(folder
     ],
     ids=["empty", "cut", "a bit"],
 )
-def test_what_is_damaged_is_like_nothing(folder, damage):
+def test_a_damaged_kernel_file_is_compiled_again(folder, damage):
     is_loaded(INTEGERS)
     (path,) = kept_files(folder)
     path.write_bytes(damage(path.read_bytes()))

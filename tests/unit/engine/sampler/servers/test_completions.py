@@ -120,7 +120,7 @@ def test_answers_with_experts_are_divided_by_their_size():
     assert [len(part.seeds) for part in divide_group(request, False, routers)] == [2, 2]
 
 
-def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
+def test_stop_texts_with_min_tokens_are_not_sent_to_vllm():
     """vLLM would withhold the end of the text by itself; a stop text is then looked for here."""
     body = request_body("m", [PROMPT], 1, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
     assert "min_tokens" not in body
@@ -178,7 +178,7 @@ def test_ids_and_log_probabilities_are_taken_verbatim():
         (answer((3, 4), finish_reason="abort"), "finish_reason 'abort'"),
     ],
 )  # fmt: skip
-def test_what_is_no_answer_says_what_came(given, told):
+def test_an_invalid_answer_of_the_server_is_named_in_the_error(given, told):
     with pytest.raises(EndpointError, match=told):
         read(given)
 

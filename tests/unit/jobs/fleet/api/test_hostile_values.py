@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import MEDIA_TYPE
 from groupwise.jobs.fleet.api.app import make_app
 from groupwise.jobs.fleet.api.serving import Folders, Serving
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.notify.local import LocalNotifier
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job
 from groupwise.jobs.hosts.files import BlobStore
@@ -53,7 +53,7 @@ def app(database: Database, tmp_path: Path) -> FastAPI:
     for folder in ("logs", "artefacts"):
         (tmp_path / folder).mkdir()
     folders = Folders(tmp_path / "logs", tmp_path / "artefacts", BlobStore(tmp_path / "blobs"))
-    serving = Serving(database, folders, LocalDoorbell(tmp_path / "bell"))
+    serving = Serving(database, folders, LocalNotifier(tmp_path / "notifier"))
     return make_app(serving, None, open_to_this_machine=True)
 
 

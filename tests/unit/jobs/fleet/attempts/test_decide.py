@@ -215,7 +215,7 @@ CLEANS_UP = {
     (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in Reading}), (LAUNCHING, LAUNCHES), (RUNNING, RUNS),
     (COLLECTING, COLLECTS), (ENDED, CLEANS_UP),
 ])  # fmt: skip
-def test_what_follows_from_what_is_seen(
+def test_decisions_for_every_state_and_reading(
     state: AttemptState, cases: dict[tuple[tuple[MemberView, ...], bool], tuple[Effect, ...]]
 ) -> None:
     found = {each: decide(view(state, *each[0], cancel=each[1])) for each in cases}
@@ -329,7 +329,7 @@ def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:
     assert "job 7 of Slurm is node fail" in end.because
 
 
-def test_it_is_over_when_everything_is_clean() -> None:
+def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
     assert not over(view(ENDED, member(Reading.EXITED)))
     assert over(AttemptView("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
     assert not over(AttemptView("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))

@@ -193,7 +193,9 @@ def test_attempt_and_job_end_together_and_once(fleet: InProcessFleet, epoch: int
     assert events(fleet).count("job.completed") == 1
 
 
-def test_nothing_of_a_live_attempt_is_given_back(fleet: InProcessFleet, epoch: int) -> None:
+def test_reservations_of_a_live_attempt_cannot_be_released(
+    fleet: InProcessFleet, epoch: int
+) -> None:
     for give_back in (ending.release, ending.abandon):
         with pytest.raises(AssertionError, match="live"):
             fleet.database.run(lambda s, f=give_back: f(s, epoch, "me", 0))

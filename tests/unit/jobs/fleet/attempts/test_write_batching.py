@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.write_batching import (
-    Reads,
+    BatchedReads,
+    BatchedWrites,
     Steps,
-    Writes,
     in_steps,
     side_by_side,
 )
@@ -52,7 +52,7 @@ def states(fleet: InProcessFleet) -> dict[int, str]:
 async def test_a_refused_write_does_not_fail_the_others_of_its_batch(
     fleet: InProcessFleet, epochs: list[int]
 ) -> None:
-    writes = Writes(fleet.database)
+    writes = BatchedWrites(fleet.database)
     told = await asyncio.gather(
         writes.commit(epochs[0], launching(epochs[0])),
         writes.commit(epochs[1], launching(epochs[1], owner="another")),
@@ -75,7 +75,7 @@ async def test_a_commit_without_an_answer_is_said_to_all_and_done_again_by_nobod
         raise CommitUnknown("no answer")
 
     monkeypatch.setattr(fleet.database, "run", lost)
-    writes = Writes(fleet.database)
+    writes = BatchedWrites(fleet.database)
     work = (writes.commit(each, launching(each)) for each in epochs)
     told = await asyncio.gather(*work, return_exceptions=True)
     assert [type(each) for each in told] == [CommitUnknown] * 4
@@ -90,7 +90,7 @@ async def test_an_unreadable_attempt_does_not_fail_the_others_of_its_batch(
             raise ValueError("a row that makes no sense")
         return records.snapshots(session, asked, "me")
 
-    reads = Reads(fleet.database, read)
+    reads = BatchedReads(fleet.database, read)
     told = await asyncio.gather(*map(reads.read, [*epochs, 999]), return_exceptions=True)
     assert isinstance(told[0], ValueError)
     assert [each.epoch for each in told[1:4] if isinstance(each, records.Snapshot)] == epochs[1:]

@@ -56,7 +56,7 @@ def test_bytes_are_added_only_where_the_file_ends(logs: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_what_may_be_torn_is_cut_off(logs: Path) -> None:
+def test_cut_shortens_a_log_to_at_most_the_given_length(logs: Path) -> None:
     path = make(logs, JOB, 1)
     append(path, 0, b"sure, perhaps")
     assert cut(path, 4) == 4

@@ -14,8 +14,8 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines.clearing import (
-    Keeping,
     MachineClearing,
+    Retention,
     forgettable,
     needed_blobs,
 )
@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
 from tests.fake_hosts import FakeHost, Script
 from tests.in_process_fleet import InProcessFleet
 
-AT_ONCE = Keeping(0.0, 0.0)
+AT_ONCE = Retention(0.0, 0.0)
 HOUR = 3600.0
 
 
@@ -81,8 +81,10 @@ def write(database: Database, *attempts: Ended) -> list[tuple[str, int]]:
     return database.run(rows)
 
 
-def free(database: Database, names: list[tuple[str, int]], keeping: Keeping | None = None) -> Any:
-    return database.read(lambda s: forgettable(s, "m", names, keeping or Keeping()))
+def free(
+    database: Database, names: list[tuple[str, int]], retention: Retention | None = None
+) -> Any:
+    return database.read(lambda s: forgettable(s, "m", names, retention or Retention()))
 
 
 def test_failures_stay_longer_than_successes(database: Database) -> None:
@@ -96,8 +98,8 @@ def test_failures_stay_longer_than_successes(database: Database) -> None:
         Ended("f", 73 * HOUR, "failed"),
     )
     assert {job for job, _ in free(database, names)} == {"a", "c", "f"}
-    assert free(database, names, Keeping(HOUR, HOUR))[0][0] == "f"  # the oldest first
-    assert len(free(database, names, Keeping(HOUR, HOUR))) == 6
+    assert free(database, names, Retention(HOUR, HOUR))[0][0] == "f"  # the oldest first
+    assert len(free(database, names, Retention(HOUR, HOUR))) == 6
 
 
 def test_what_is_not_over_for_certain_stays(database: Database) -> None:
@@ -113,7 +115,7 @@ def test_what_is_not_over_for_certain_stays(database: Database) -> None:
     assert free(database, names) == []
 
 
-def test_what_no_table_knows_stays(database: Database) -> None:
+def test_unknown_attempts_are_not_cleared(database: Database) -> None:
     ((job, epoch),) = write(database, Ended())
     assert free(database, [(job, epoch + 1), ("stranger", epoch), ("stranger", 7)]) == []
 

@@ -18,7 +18,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-async def test_it_is_made_followed_and_then_found(place: Place) -> None:
+async def test_an_environment_is_built_once_and_then_reused(place: Place) -> None:
     made = await place.prepare()
     assert made.made
     assert made.python == f"{place.environment()}/bin/python"

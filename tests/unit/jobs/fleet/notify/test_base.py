@@ -42,7 +42,7 @@ def test_no_bytes_at_all_do_harm(message: bytes):
 
 @settings(max_examples=30)
 @given(st.lists(IDS, unique=True), st.integers(200, 2000))
-def test_what_is_sent_is_what_is_heard(ids: list[str], largest: int):
+def test_ids_survive_encoding_into_messages(ids: list[str], largest: int):
     sent = list(messages(ids, largest))
     assert all(len(text) <= largest for text in sent)
     assert frozenset().union(*map(ids_in, sent)) == set(ids)

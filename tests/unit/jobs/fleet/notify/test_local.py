@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.notify import local
-from groupwise.jobs.fleet.notify.local import FOLDER, LocalDoorbell
+from groupwise.jobs.fleet.notify.local import FOLDER, LocalNotifier
 
 RINGS = """
 import sys
 from pathlib import Path
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
-LocalDoorbell(Path(sys.argv[1])).ring(sys.argv[2:])
+from groupwise.jobs.fleet.notify.local import LocalNotifier
+LocalNotifier(Path(sys.argv[1])).notify(sys.argv[2:])
 """
 
 
@@ -23,10 +23,10 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path / request.param
 
 
-async def listening(folder: Path) -> LocalDoorbell:
-    doorbell = LocalDoorbell(folder)
-    assert await doorbell.wait(0) == frozenset()
-    return doorbell
+async def listening(folder: Path) -> LocalNotifier:
+    notifier = LocalNotifier(folder)
+    assert await notifier.wait(0) == frozenset()
+    return notifier
 
 
 def sockets(folder: Path) -> list[Path]:
@@ -34,8 +34,8 @@ def sockets(folder: Path) -> list[Path]:
 
 
 async def test_another_process_rings(folder: Path):
-    doorbell = await listening(folder)
-    waiting = asyncio.create_task(doorbell.wait(60))
+    notifier = await listening(folder)
+    waiting = asyncio.create_task(notifier.wait(60))
     ran = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", RINGS, folder, "job-1", "job-2"],
@@ -44,7 +44,7 @@ async def test_another_process_rings(folder: Path):
     )
     assert await waiting == {"job-1", "job-2"}
     assert not ran.stderr
-    await doorbell.close()
+    await notifier.close()
     assert sockets(folder) == []
 
 
@@ -62,7 +62,7 @@ async def test_the_dead_are_cleared_away_and_change_nothing(folder: Path):
     for name in (f"{system}-0-dead.sock", f"{system}-999-dead.sock"):
         dead(folder, name)
     assert len(sockets(folder)) == 3
-    LocalDoorbell(folder).ring(["a"])
+    LocalNotifier(folder).notify(["a"])
     assert await alive.wait(60) == {"a"}
     assert len(sockets(folder)) == 1
     await alive.close()
@@ -80,9 +80,9 @@ async def test_the_sockets_of_other_machines_are_left_alone(
     name = there._name
     await there.close()
     dead(tmp_path, name)
-    here.ring(["a"])
+    here.notify(["a"])
     assert {path.name for path in sockets(tmp_path)} == {here._name, name}
-    LocalDoorbell(tmp_path).ring(["b"])  # on the other one, where that process is gone
+    LocalNotifier(tmp_path).notify(["b"])  # on the other one, where that process is gone
     assert [path.name for path in sockets(tmp_path)] == [here._name]
     assert await here.wait(60) == {"a"}
     await here.close()

@@ -181,7 +181,7 @@ def test_ram_is_promised_to_one_job_at_a_time(database: Database) -> None:
     assert claimed_ids(database) == ["j2"]
 
 
-def test_what_may_not_begin_does_not(database: Database) -> None:
+def test_held_delayed_cancelled_and_unadmitted_jobs_are_not_claimed(database: Database) -> None:
     add_machine(database, "vm-1", 8)
     for name in ("held", "later", "cancelled"):
         submit(database, name, gpus=1, hold=name == "held")

@@ -27,7 +27,7 @@ def slurm(**said: Any) -> Elastic:
     ({"name": "ray", "options": ["GPU=1"]}, "asked for by --gpus"),
     ({"name": "ray", "address": "ray://head:10001"}, "address of Ray's dashboard"),
 ])  # fmt: skip
-def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word: str) -> None:
+def test_an_invalid_engine_is_kept_with_its_problem(document: Any, word: str) -> None:
     found = elastic_of(document)
     assert found is not None
     assert word in str(found.problem)
@@ -48,7 +48,9 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
     ({"gpus": 1}, {"gpus": 1, "gpu_model": "a100_3g.20gb"}, "names their profile"), ({"gpus": 0}, {"gpu_model": "a100_3g.20gb"}, None),
     ({"gpus": 1, "gpu_model": "MIG-3g.20gb"}, {"gpus": 1, "gpu_model": "a100_3g.20gb"}, None),
 ])  # fmt: skip
-def test_what_a_job_may_ask_for(asked: dict[str, Any], said: dict[str, Any], word: str) -> None:
+def test_reasons_why_a_job_does_not_fit_an_engine(
+    asked: dict[str, Any], said: dict[str, Any], word: str
+) -> None:
     found = elastic.unfit(Resources(**asked), slurm(**said))
     assert found is None if word is None else word in str(found)
 

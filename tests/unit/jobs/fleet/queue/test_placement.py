@@ -375,7 +375,7 @@ def _mixed(items: Iterable[Any], rng: Any) -> Any:
 
 @settings(max_examples=60)
 @given(fleets(), st.lists(needs(), max_size=12))
-def test_nothing_is_given_twice(fleet: list[Machine], jobs: list[Resources]) -> None:
+def test_no_gpu_or_slot_is_given_twice(fleet: list[Machine], jobs: list[Resources]) -> None:
     machines = {machine.vm_id: machine for machine in fleet}
     wholes = {g.gpu_id for m in fleet for g in m.gpus if g.whole}
     shares = {g.gpu_id: g.shares_mb for m in fleet for g in m.gpus if g.shares_mb}
@@ -512,7 +512,7 @@ def test_a_gang_gets_distinct_machines_or_nothing() -> None:
     assert never.never
 
 
-def test_nothing_is_kept_for_what_can_never_run() -> None:
+def test_nothing_is_withheld_for_a_job_that_can_never_run() -> None:
     fleet = [machine("a", 2), machine("b", 2, trouble="draining")]
     assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_HELD
     assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_HELD

@@ -9,7 +9,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue.resources import fits_model, parse
 
 
-def test_nothing_said_is_settled_by_the_fleet() -> None:
+def test_gpu_count_defaults_to_1_if_the_fleet_has_gpus() -> None:
     assert parse().settled(1).gpu_count == 1
     assert parse().settled(0).gpu_count == 0
     for asked in (parse(gpu_model="a100"), parse(gpu_memory=40_000), parse(share=10_000)):
@@ -67,7 +67,7 @@ def test_models_are_found_by_the_names_that_people_type() -> None:
     ({"gpus": "2", "gpu_model": "MIG-3g.40gb"}, "only one MIG device"), ({"gpus": "MIG-ab,MIG-cd"}, "only one MIG device"),
     ({"gpus": f"GPU-{'a' * 16},GPU-aaaaaaaa-bbbb"}, "of one vendor"), ({"gpus": "MIG-3g.40gb"}, "a count (2)"),
 ])  # fmt: skip
-def test_what_no_gpu_can_be(asked: dict[str, Any], told: str) -> None:
+def test_contradictory_gpu_requests_are_refused(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         parse(**asked)
 

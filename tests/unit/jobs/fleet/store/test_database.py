@@ -144,7 +144,7 @@ def test_processes_lose_no_update(database: Database) -> None:
 # --- threads --------------------------------------------------------------------------------------
 
 
-async def test_who_is_cancelled_waits_for_the_transaction(database: Database) -> None:
+async def test_a_cancelled_task_waits_for_its_transaction(database: Database) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def write(session: Session) -> None:

@@ -28,7 +28,7 @@ def test_readers_go_on_where_they_were(database: Database) -> None:
     assert read(database, position=ids[-1]) == []
 
 
-def test_what_is_gathered_is_written_in_its_order(database: Database) -> None:
+def test_gathered_events_are_written_in_order(database: Database) -> None:
     def several(session: Session) -> None:
         with events.gathering(session):
             for n in range(3):
