@@ -22,9 +22,12 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
+    commands_after_run,
+    commands_after_sft,
     indent,
     moment,
     print_advice,
+    print_next,
     print_pairs,
     print_section,
     print_table,
@@ -87,8 +90,13 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
     facts = _run_facts(path)
     if as_json:
         write_json(facts)
-    else:
-        _print_run_facts(facts)
+        return
+    _print_run_facts(facts)
+    if facts["rewards"]:
+        has_weights = facts["final_step"] is not None
+        print_next(*commands_after_run(path)[1 : None if has_weights else -1])
+    elif facts["losses"]:
+        print_next(*commands_after_sft(path, None))
 
 
 @command(app, "rollouts")

@@ -115,6 +115,11 @@ class TestShow:
             'model.name  "tiny"',
         ):
             assert expected in shown
+        following = shown.split("\nnext\n")[1]
+        assert "runs rollouts sort --worst" in following
+        assert "runs show" not in following, "that was this command"
+        assert "runs export" not in following, "it has no weights yet"
+        assert "\nnext\n" not in call(runs, "show", "empty"), "it has no step"
         assert "\x1b" not in shown
         assert "load_in_4bit" not in shown, "defaults are left out"
         facts = call_json(runs, "show", "sort")
