@@ -73,7 +73,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"no runs in {dir}", err=True)
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
-    print_table([head, *(_info_row(info) for info in infos)])
+    rows = [head, *(_info_row(info) for info in infos)]
+    least = {"model": 12, "task": 8, "started": len("2026-11-30…"), "name": 12}
+    print_table(rows, {head.index(name): width for name, width in least.items()})
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
         other_count = (

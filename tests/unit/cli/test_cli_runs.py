@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run, commands_after_sft
+from groupwise.cli.printing import commands_after_run, commands_after_sft, print_table
 from groupwise.cli.runs.app import app
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
@@ -99,6 +99,20 @@ class TestList:
         assert (sort["name"], sort["steps"], sort["state"]) == ("sort", 4, "finished")
         assert empty["reward_first"] is None
         assert "does not exist" in torn["broken"]
+
+    def test_a_table_fits_a_terminal_of_80_columns(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        row = ["quickstart", "finished", "40/40", "smollm2-135m-instruct" * 2, "task" * 9]
+        least = {3: 12, 4: 10}
+        print_table([row], least)
+        assert row[3] in capsys.readouterr().out, "a file or pipe gets all"
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "80")
+        print_table([row], least)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert len(line) == 80
+        assert line.split() == [*row[:3], "smollm2-135m…", row[4]]
 
 
 class TestShow:
