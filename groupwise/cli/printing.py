@@ -101,7 +101,10 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
     ]
     width = max((cell_len(name) for name, _ in lines), default=0)
     for name, value in lines:
-        print_text(f"{name}{' ' * (width - cell_len(name))}  {value}")
+        margin = width + 2
+        folded = fold(value, margin) if " " in value else [value]  # a path is copied in one piece
+        text = f"\n{' ' * margin}".join(folded)
+        print_text(f"{name}{' ' * (width - cell_len(name))}  {text}")
 
 
 def indent(text: str, margin: str) -> str:

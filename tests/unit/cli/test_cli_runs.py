@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run, commands_after_sft, print_table
+from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
 from groupwise.cli.runs.app import app
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
@@ -100,7 +100,7 @@ class TestList:
         assert empty["reward_first"] is None
         assert "does not exist" in torn["broken"]
 
-    def test_a_table_fits_a_terminal_of_80_columns(
+    def test_what_is_printed_fits_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         row = ["quickstart", "finished", "40/40", "smollm2-135m-instruct" * 2, "task" * 9]
@@ -113,6 +113,11 @@ class TestList:
         (line,) = capsys.readouterr().out.splitlines()
         assert len(line) == 80
         assert line.split() == [*row[:3], "smollm2-135m…", row[4]]
+        print_pairs([("folder", "/home" * 20), ("warning", "completions grow " * 9)])
+        path, *folded = capsys.readouterr().out.splitlines()
+        assert path == "folder   " + "/home" * 20, "it can be copied"
+        assert all(len(line) <= 80 for line in folded)
+        assert folded[1].startswith("         completions")
 
 
 class TestShow:
