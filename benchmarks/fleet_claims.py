@@ -267,14 +267,14 @@ def fill(database: Database) -> None:
         pass
 
 
-def claim_once(database: Database, limit: int, owner: str = "bench") -> claim.Round:
+def claim_once(database: Database, limit: int, owner: str = "bench") -> claim.ClaimResult:
     """One transaction."""
     return database.run(
         lambda session: claim.claim(session, owner=owner, lease_seconds=3600.0, limit=limit)
     )
 
 
-def mark_once(database: Database, found: claim.Round, owner: str = "bench") -> None:
+def mark_once(database: Database, found: claim.ClaimResult, owner: str = "bench") -> None:
     """A read and another one, as a dispatcher makes them after each claim that met jobs without room."""
     if (unplaced := found.unplaced) is not None:
         reasons = database.read(lambda session: claim.explain(session, unplaced))

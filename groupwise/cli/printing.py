@@ -18,7 +18,7 @@ import typer
 from rich.cells import cell_len
 
 from groupwise.cli.options import option
-from groupwise.core.terminal.text import clean, one_line
+from groupwise.core.terminal.text import clean, one_line, shorten
 
 MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
@@ -101,7 +101,10 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
     ]
     width = max((cell_len(name) for name, _ in lines), default=0)
     for name, value in lines:
-        print_text(f"{name}{' ' * (width - cell_len(name))}  {value}")
+        margin = width + 2
+        folded = fold(value, margin) if " " in value else [value]  # a path is copied in one piece
+        text = f"\n{' ' * margin}".join(folded)
+        print_text(f"{name}{' ' * (width - cell_len(name))}  {text}")
 
 
 def indent(text: str, margin: str) -> str:
@@ -125,13 +128,22 @@ def fold(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
     ]
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print cells in columns, the header first."""
+def print_table(rows: Sequence[Sequence[str]], least: Mapping[int, int] | None = None) -> None:
+    """Print cells in columns, the header first.
+
+    `least`: columns that are shortened if the table is too wide for the terminal, the first one first, each to this width at least.
+    """
     cells_of_rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [
-        max(cell_len(row[column]) for row in cells_of_rows)
-        for column in range(len(cells_of_rows[0]))
-    ]
+    columns = range(len(cells_of_rows[0]))
+    widths = [max(cell_len(row[column]) for row in cells_of_rows) for column in columns]
+    if least and sys.stdout.isatty():
+        too_wide = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
+        for column, width in least.items():
+            less = max(0, min(too_wide, widths[column] - width))
+            widths[column] -= less
+            too_wide -= less
+            for row in cells_of_rows:
+                row[column] = shorten(row[column], widths[column])
     for row in cells_of_rows:
         cells = (
             cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)

@@ -31,6 +31,14 @@ MIN_DISTINCT = 0.5
 MAX_SOLVED = 0.9
 """Share of solved completions above which equal rewards and sure answers are no fault: the policy has learnt what there is."""
 FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
+TOY = "tiny"
+"""The model of random weights that shows whether a task runs."""
+OF_A_TOY = (WITHOUT_SIGNAL, SOLVED)
+DO_WITH_A_TOY = (
+    "That is expected of model.name=tiny, a toy with random weights: it shows that the task runs. For a config of a model that can "
+    "learn: groupwise init -t TASK -m smollm2-135m-instruct."
+)
+"""What to do about the metrics of OF_A_TOY in a run of that model. It is said once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     if total := scored + sum(unscored_shares):
         means["rollouts/unscored"] = sum(unscored_shares) / total
     learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
+    is_toy = store.get_meta().get("model") == TOY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
@@ -169,8 +178,11 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             if rule.metric == LOGPROB_GAP and _updates_between(store):
                 continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
+            do = DO_WITH_A_TOY if is_toy and rule.metric in OF_A_TOY and rule.problem else rule.do
+            if do == DO_WITH_A_TOY and any(given["do"] == do for given in advice):
+                continue
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
-            advice.append({**facts, "says": text, "do": rule.do})
+            advice.append({**facts, "says": text, "do": do})
     return advice
 
 

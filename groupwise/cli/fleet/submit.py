@@ -454,7 +454,11 @@ def submit(
         if dry_run:
             _print_plans(access, jobs, project, as_json)
         else:
-            _submit_jobs(access, jobs, project, idempotency_key, wait, as_json)
+            ids = _submit_jobs(access, jobs, project, idempotency_key, wait, as_json)
+            if not as_json:
+                option = "" if fleet_at is None else f" --fleet {shlex.quote(fleet_at)}"
+                one = f"groupwise fleet {'release' if job.hold else 'logs -f'} {ids[0]}{option}"
+                say(f"next: {one if len(ids) == 1 else f'groupwise fleet list{option}'}")
 
 
 def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -500,8 +504,8 @@ def _submit_jobs(
     idempotency_key: str | None,
     wait: bool,
     as_json: bool,
-) -> None:
-    """Submit the jobs (`JobRequest`s by the place where each was read), and print their ids."""
+) -> list[str]:
+    """Submit the jobs (`JobRequest`s by the place where each was read), and print their ids, which it returns if it does not wait."""
     from groupwise.api.schemas.problems import Refusal
     from groupwise.cli.fleet.follow import exit_code_of, until_ended
 
@@ -535,6 +539,7 @@ def _submit_jobs(
         if as_json:
             write_json(final_jobs[0] if len(final_jobs) == 1 else final_jobs)
         raise typer.Exit(exit_code_of(final_jobs))
+    return ids
 
 
 def _print_plans(

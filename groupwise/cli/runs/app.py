@@ -22,9 +22,12 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
+    commands_after_run,
+    commands_after_sft,
     indent,
     moment,
     print_advice,
+    print_next,
     print_pairs,
     print_section,
     print_table,
@@ -70,7 +73,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"no runs in {dir}", err=True)
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
-    print_table([head, *(_info_row(info) for info in infos)])
+    rows = [head, *(_info_row(info) for info in infos)]
+    least = {"model": 12, "task": 8, "started": len("2026-11-30…"), "name": 12}
+    print_table(rows, {head.index(name): width for name, width in least.items()})
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
         other_count = (
@@ -87,8 +92,13 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
     facts = _run_facts(path)
     if as_json:
         write_json(facts)
-    else:
-        _print_run_facts(facts)
+        return
+    _print_run_facts(facts)
+    if facts["rewards"]:
+        has_weights = facts["final_step"] is not None
+        print_next(*commands_after_run(path)[1 : None if has_weights else -1])
+    elif facts["losses"]:
+        print_next(*commands_after_sft(path, None))
 
 
 @command(app, "rollouts")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import func, select
@@ -20,7 +22,7 @@ from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.jobs.fleet.operations import status
 from groupwise.jobs.fleet.operations.actor import Actor
-from groupwise.jobs.fleet.settings import FleetPlace
+from groupwise.jobs.fleet.settings import DEFAULT_FOLDER, FleetPlace
 from groupwise.jobs.fleet.states import Contact
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
@@ -60,7 +62,10 @@ class EventListener:
                 if await self._read_database(lambda session: session.scalar(unobserved)) is None:
                     break
                 await asyncio.sleep(LOOK_SECONDS)
-            for line in await self._read_database(_greeting_lines):
+            for line in [
+                *await self._read_database(_greeting_lines),
+                *_first_commands(self._place),
+            ]:
                 self._say(line)
             if self._url is not None:
                 self._say(f"Its API, for other programs: {self._url}")
@@ -114,11 +119,19 @@ def _greeting_lines(session: Session) -> list[str]:
         for alarm in overview["alarms"]
         if alarm["kind"] != "role_missing"
     ]
-    lines.append("Ready. In another terminal:")
-    lines.append("  groupwise fleet submit -- python -c \"print('hello')\"")
-    lines.append("  groupwise fleet list")
-    lines.append("Ctrl-C ends the fleet; jobs that run continue without it.")
     return lines
+
+
+def _first_commands(place: FleetPlace) -> list[str]:
+    """What to type in another terminal, with the folder if commands would not find this fleet without it."""
+    is_default = place.folder == Path(DEFAULT_FOLDER).expanduser().absolute()
+    option = "" if is_default else f" --fleet {shlex.quote(str(place.folder))}"
+    return [
+        "Ready. In another terminal:",
+        f"  groupwise fleet submit{option} -- python -c \"print('hello')\"",
+        f"  groupwise fleet list{option}",
+        "Ctrl-C ends the fleet; jobs that run continue without it.",
+    ]
 
 
 def _machines_line(session: Session, counts: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run, commands_after_sft
+from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
 from groupwise.cli.runs.app import app
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
@@ -100,6 +100,25 @@ class TestList:
         assert empty["reward_first"] is None
         assert "does not exist" in torn["broken"]
 
+    def test_what_is_printed_fits_a_terminal_of_80_columns(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        row = ["quickstart", "finished", "40/40", "smollm2-135m-instruct" * 2, "task" * 9]
+        least = {3: 12, 4: 10}
+        print_table([row], least)
+        assert row[3] in capsys.readouterr().out, "a file or pipe gets all"
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "80")
+        print_table([row], least)
+        (line,) = capsys.readouterr().out.splitlines()
+        assert len(line) == 80
+        assert line.split() == [*row[:3], "smollm2-135m…", row[4]]
+        print_pairs([("folder", "/home" * 20), ("warning", "completions grow " * 9)])
+        path, *folded = capsys.readouterr().out.splitlines()
+        assert path == "folder   " + "/home" * 20, "it can be copied"
+        assert all(len(line) <= 80 for line in folded)
+        assert folded[1].startswith("         completions")
+
 
 class TestShow:
     def test_tells_what_there_is(self, runs: Path) -> None:
@@ -115,6 +134,11 @@ class TestShow:
             'model.name  "tiny"',
         ):
             assert expected in shown
+        following = shown.split("\nnext\n")[1]
+        assert "runs rollouts sort --worst" in following
+        assert "runs show" not in following, "that was this command"
+        assert "runs export" not in following, "it has no weights yet"
+        assert "\nnext\n" not in call(runs, "show", "empty"), "it has no step"
         assert "\x1b" not in shown
         assert "load_in_4bit" not in shown, "defaults are left out"
         facts = call_json(runs, "show", "sort")

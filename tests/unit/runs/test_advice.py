@@ -45,3 +45,22 @@ def test_a_gap_is_no_fault_if_updates_come_between_sampling_and_learning(
             StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {"sampling/logprob_gap": 0.2}
         )
         assert [advice["problem"] for advice in advice_on(store)] == problems
+
+
+@pytest.mark.parametrize(("model", "advised", "does"), [
+    ("tiny", 1, "groupwise init -t TASK -m smollm2-135m-instruct"),
+    ("smollm2-135m-instruct", 2, "(warm_up)"),
+])  # fmt: skip
+def test_a_toy_is_expected_to_solve_nothing(
+    tmp_path: Path, model: str, advised: int, does: str
+) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.set_meta({"model": model})
+        store.commit_step(
+            StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0),
+            [],
+            {"frac_reward_zero_std": 1.0, "groups/distinct": 1.0, "rollouts/solved": 0.0},
+        )
+        advice = advice_on(store)
+    assert len(advice) == advised
+    assert all(does in each["do"] for each in advice)

@@ -104,6 +104,7 @@ def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
         assert out.startswith("job-")
         assert len(out.split()) == 1
         assert "--gpus" not in err, "the fleet has no GPU that could have been meant"
+        assert f"next: groupwise fleet logs -f {out.strip()}" in err
         assert "has no GPU" in seen("submit", "--vm", "vm-1", "--gpus", "1", *dashes, "true")[2]
         found = json.loads(seen("show", out.strip(), "--json")[1])
         assert found["arguments"] == ["python", "x.py", "--priority", "9"]

@@ -25,3 +25,23 @@ async def test_an_event_listener_whose_output_fails_ends_without_an_error(
     await EventListener(place_in(tmp_path), database, say).run()
     assert "no" in caplog.text
     assert "news" in caplog.text
+
+
+async def test_the_greeting_names_the_folder_if_it_is_not_the_default(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def greeting() -> str:
+        lines = list[str]()
+
+        def say(line: str) -> None:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                raise BrokenPipeError(32, "this test has read enough")
+
+        await EventListener(place_in(tmp_path), database, say).run()
+        return "\n".join(lines)
+
+    option = f"fleet list --fleet {place_in(tmp_path).folder}"
+    assert option in await greeting()
+    monkeypatch.setattr(event_listener, "DEFAULT_FOLDER", str(place_in(tmp_path).folder))
+    assert "--fleet" not in await greeting()
