@@ -6,6 +6,7 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from groupwise.cli.printing import (
     RunsDir,
     commands_after_run,
     commands_after_sft,
+    dir_option,
     indent,
     moment,
     print_advice,
@@ -83,6 +85,10 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         )
         name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
+    if sys.stdout.isatty():  # a pipe gets the table alone
+        newest = infos[0].path
+        line = f"groupwise runs show {shlex.quote(newest.name)}{dir_option(newest)}"
+        print_next((line, "its numbers, evaluations and warnings"))
 
 
 @command(app, "show")

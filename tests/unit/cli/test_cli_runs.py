@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
-from groupwise.cli.runs.app import app
+from groupwise.cli.runs.app import app, list_command
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.runs import checkpoints
@@ -99,6 +99,16 @@ class TestList:
         assert (sort["name"], sort["steps"], sort["state"]) == ("sort", 4, "finished")
         assert empty["reward_first"] is None
         assert "does not exist" in torn["broken"]
+
+    def test_a_terminal_is_told_how_to_see_the_newest_run(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        list_command(runs)
+        assert "next" not in capsys.readouterr().out
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        list_command(runs)
+        words = shlex.split(capsys.readouterr().out.splitlines()[-2])
+        assert words == ["groupwise", "runs", "show", "sort", "--dir", str(runs)]
 
     def test_what_is_printed_fits_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
