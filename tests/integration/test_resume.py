@@ -368,7 +368,7 @@ def test_a_second_resume_does_not_rewind_the_first(tmp_path, monkeypatch):
         return prepare(*arguments, **options)
 
     monkeypatch.setattr(start_module, "prepare_rl", slow)
-    with pytest.raises(RunInUseError, match="somebody else"):
+    with pytest.raises(RunInUseError, match="by another process"):
         groupwise.rl(config(tmp_path), TOY, resume=True)
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         assert store.last_step() == STEPS - 1

@@ -88,8 +88,10 @@ def validate(
 
 def _is_foreign(model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: KeyPath) -> bool:
     """True for an unknown key of another framework. A section, or a key in one, that belongs to another command is of a config of ours."""
+    if detail["type"] != "extra_forbidden":
+        return False
     advice = foreign_advice(model, str(detail["loc"][-1]))
-    if detail["type"] != "extra_forbidden" or advice is None:
+    if advice is None:
         return False
     path = tuple(map(str, detail["loc"]))
     in_section = len(path) > 1 or isinstance(tree.value((*at, *path)), Mapping)
