@@ -144,7 +144,8 @@ def test_from_a_submission_to_its_artefacts(running: Fleet, tmp_path: Path) -> N
     process = running.begin(*words)
     out, said = process.communicate(timeout=TIMEOUT_S)
     job_id = out.strip()
-    assert (process.returncode, out, said) == (0, f"{job_id}\n", "")
+    assert (process.returncode, out) == (0, f"{job_id}\n")
+    assert said == f"next: groupwise fleet logs -f {job_id}\n"
     found = running.wait_for_status(job_id, "completed")
     assert (found["name"], found["exit_code"], found["assigned_vm"]) == ("greeting", 0, "local")
     assert running.call("logs", job_id).stdout == "hello\n"
