@@ -64,7 +64,7 @@ class Visitor:
 
     def goes(self, path: str) -> Page:
         answer = self.page.goto(self.address + path)
-        assert answer is None or answer.status < 500, path
+        assert answer is None or answer.status < 500, f"{path}: {answer.status} {answer.text()}"
         return self.page
 
 
