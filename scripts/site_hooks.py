@@ -108,9 +108,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "site.css", content=STYLE))
     files.append(File.generated(config, "iframe-worker.js", content=WORKER))
     for file in files:
-        if file.src_uri.startswith(
-            "notebooks/"
-        ):  # pages that are HTML already, with links to Markdown
+        if file.src_uri.startswith("notebooks/"):  # HTML already, with links to Markdown
             file.content_string = file.content_string.replace('.md"', '.html"')
     return files
 

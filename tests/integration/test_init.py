@@ -86,7 +86,7 @@ def test_what_is_written_passes_a_dry_run_and_trains(task):
 
 
 def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
-    """One pass over the examples, and the plan of the memory that is compared with what was measured."""
+    """The length of one pass over the examples, and the memory planned for the step that was measured."""
     monkeypatch.setattr(init_choices, "MAX_STEP_SECONDS", 1e-9)
     report = init(TOY, "tiny", overrides=["run.threads=1"], out=Path("s.yaml"))
     choices = {finding.name: finding for finding in report.findings}

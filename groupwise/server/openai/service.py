@@ -76,7 +76,7 @@ class Host(Protocol):
         ...
 
     async def wait_for_engine(self) -> Conductor:
-        """The same, once its engine accepts calls; raises a Refusal if that takes too long."""
+        """The run that accepts new requests, once its engine accepts calls; raises a Refusal if that takes too long."""
         ...
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:

@@ -51,8 +51,9 @@ class ActiveRun:
         return self.conductor
 
     async def wait_for_engine(self) -> Conductor:
-        """Wait for the engine of the run that accepts new requests, for at most `completions_wait` seconds: it may be starting again, also
-        because the server does. Refuses if the engine accepts no calls by then, or never will.
+        """Wait until the engine of the active run accepts calls, and return the run. The engine may just be starting, or recovering.
+
+        Refuses if the engine accepts no calls after `completions_wait` seconds, or never will.
         """
         deadline = time.monotonic() + self.config.completions_wait
         while True:

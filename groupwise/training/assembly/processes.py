@@ -37,12 +37,12 @@ def build_workers_now(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
 ) -> WorkerCalls | WorkerState:
     """Build these parts, and wait for the processes that do."""
-    _refuse_tunix(config)
+    _refuse_other_backends(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
         return _build_in_process(kind, config, layout, **arguments)
-    workers, order = _start_workers(kind, config, layout, **arguments)
-    workers.make_now(*order)
+    workers, factory_call = _start_workers(kind, config, layout, **arguments)
+    workers.make_now(*factory_call)
     return workers
 
 
@@ -50,11 +50,11 @@ async def build_workers(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
 ) -> WorkerCalls | WorkerState:
     """Like `build_workers_now`, but async."""
-    _refuse_tunix(config)
+    _refuse_other_backends(config)
     if layout.processes == 1:
         return _build_in_process(kind, config, layout, **arguments)
-    workers, order = _start_workers(kind, config, layout, **arguments)
-    await workers.make(*order)
+    workers, factory_call = _start_workers(kind, config, layout, **arguments)
+    await workers.make(*factory_call)
     return workers
 
 
@@ -69,10 +69,10 @@ def _start_workers(
     kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
 ) -> tuple[SpawnedWorkers | ForkedWorkers, list[Any]]:
     """The processes that will build the parts, and the arguments of their `make`."""
-    order = [WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments)]
+    factory_call = [WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments)]
     if layout.apart:
-        return _start_processes(kind, config, layout), order
-    return prefork.take_zygote(), [*order, layout.processes]
+        return _start_processes(kind, config, layout), factory_call
+    return prefork.take_zygote(), [*factory_call, layout.processes]
 
 
 def _make_arguments(
@@ -116,7 +116,7 @@ def starting_halves(
         raise
 
 
-def _refuse_tunix(config: AnyConfig) -> None:
+def _refuse_other_backends(config: AnyConfig) -> None:
     """Raise UsageError for the backends tunix and tinker, because these parts compute with torch."""
     refuse_services(config, "this command computes here")
     if config.model.backend == "tunix":

@@ -75,7 +75,7 @@ async def serve_policy(sampler: ServerSampler, config: RunConfig, weights: Path 
             await sampler.serve_base()
             return
         kind = "adapter" if (folder / CONFIG).is_file() else "full"
-        # That of the weights which were read from the folder.
+        # Fingerprint of the weights that were read from the folder.
         fingerprint = await asyncio.to_thread(sampler.fingerprint)
         await sampler.load(Policy("served", 0, fingerprint, kind, str(folder.resolve())))
     except BaseException:
@@ -126,7 +126,7 @@ def _weight_sync(
 def _own_server(
     config: RunConfig, layout: Layout, rank: int | None, timing: Timing
 ) -> SpawnedServer:
-    """The vLLM server, not started yet; `rank`: of the adapters, if there are any. Raises UsageError if there are too few GPUs."""
+    """The vLLM server, not started yet. `rank`: rank of the adapters; None without any. Raises UsageError if there are too few GPUs."""
     sampler_config, source = config.sampler, resolve(config.model)
     assert sampler_config.vllm_python is not None
     if (

@@ -110,7 +110,7 @@ async def _start_on_server(
     if layout_from_response(parts.layout) != layout:
         parts.session.close()
         raise UsageError(
-            f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
+            f"{config.run.server} plans another layout than a moment ago: its machine or its settings have changed. Start again."
         )
     return parts
 
@@ -126,16 +126,16 @@ async def _start_tunix(
 ) -> Parts:
     """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
     prefork.end_zygote()
-    order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
+    request = await asyncio.to_thread(_open_request, config, layout, run, folder, weights)
     tokenizer = prefork.load_tokenizer(config.model)
     stops = configured_stop_token_ids(config.model, tokenizer)
     worker, sampler, learner = await start_tunix(
-        order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
+        request, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
     return Parts(sampler, learner, with_configured_stops(stops, config), worker=worker)
 
 
-def _tunix_order(
+def _open_request(
     config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None
 ) -> Open:
     if weights is not None:

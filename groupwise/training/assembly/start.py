@@ -57,10 +57,10 @@ logger = logging.getLogger(__name__)
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner with it."""
     if layout.samplers:
-        with starting_halves(config, layout, run, publish_folder) as (learners, samplers, orders):
+        with starting_halves(config, layout, run, publish_folder) as (learners, samplers, specs):
             # Build the halves one after the other.
-            for half, order in zip((learners, samplers), orders, strict=True):
-                half.make_now(WORKER_FACTORY, order)
+            for half, spec in zip((learners, samplers), specs, strict=True):
+                half.make_now(WORKER_FACTORY, spec)
             return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
     folder = str(publish_folder)
     workers = build_workers_now("training", config, layout, run=run, folder=folder)
@@ -78,11 +78,11 @@ async def start_training(
 
         return await services.start_training(config, layout, run, publish_folder)
     if layout.samplers:
-        with starting_halves(config, layout, run, publish_folder) as (learners, samplers, orders):
+        with starting_halves(config, layout, run, publish_folder) as (learners, samplers, specs):
             # Learners and samplers start concurrently.
             await gather_all(
-                half.make(WORKER_FACTORY, order)
-                for half, order in zip((learners, samplers), orders, strict=True)
+                half.make(WORKER_FACTORY, spec)
+                for half, spec in zip((learners, samplers), specs, strict=True)
             )
             return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
     workers = await build_workers("training", config, layout, run=run, folder=str(publish_folder))

@@ -293,7 +293,7 @@ def _build_sampler(
 
 
 def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
-    """Load the model in the way of the backend."""
+    """Load the model with the loader of its backend."""
     if config.model.backend == "unsloth":
         return library.load(config.model, layout.dtype, layout.key_length or None)
     return load_base(config.model, layout.dtype, device)
@@ -312,7 +312,7 @@ def _load_trained_model(config: AnyConfig, layout: Layout, device: str) -> Any:
 
 
 def _trained_adapter(config: AnyConfig, model: Any) -> Any:
-    """A new adapter, or the one that the config starts from."""
+    """The adapter to train: a new one, or the one in `model.adapter`."""
     assert config.lora is not None
     folder = adapter_folder(config.model)
     adapted_model = _build_adapted_model(config, model, starting_config(config.model, config.lora))

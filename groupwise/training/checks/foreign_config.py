@@ -23,7 +23,7 @@ from groupwise.core.settings.tree import read_yaml
 from groupwise.training.checks.foreign_names import (
     ALIASES,
     DEFAULTS,
-    NO_EQUAL,
+    NO_EQUIVALENT,
     SAME_MEANING,
     SECTION_ALIASES,
     WITHOUT_EFFECT,
@@ -259,7 +259,7 @@ def _flatten(tree: Mapping[str, Any], written: dict[str, str], section: str = ""
     settings: dict[str, Any] = {}
     alias_values: dict[str, Any] = {}
     for name, value in tree.items():
-        is_key = name in {*MAPPINGS, *SAME_MEANING, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
+        is_key = name in {*MAPPINGS, *SAME_MEANING, *WITHOUT_EFFECT, *NO_EQUIVALENT, *DEFAULTS}
         if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
             inner = _flatten(cast("Mapping[str, Any]", value), written, name)
             for key, inner_value in inner.items():

@@ -19,7 +19,9 @@ SECTION_ALIASES: dict[str, dict[str, str]] = _KEYS["within"]
 WITHOUT_EFFECT: frozenset[str] = frozenset(_KEYS["without_effect"])
 DEFAULTS: dict[str, Any] = _KEYS["defaults"]
 REMARKS: dict[str, str] = {key: text for text, keys in _KEYS["remarks"].items() for key in keys}
-NO_EQUAL: dict[str, str] = {key: text for text, keys in _KEYS["no_equal"].items() for key in keys}
+NO_EQUIVALENT: dict[str, str] = {
+    key: text for text, keys in _KEYS["no_equivalent"].items() for key in keys
+}
 
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""

@@ -32,7 +32,7 @@ from groupwise.training.checks.foreign_names import (
     LOSSES,
     MAY_BE_NULL,
     MAY_BE_ZERO,
-    NO_EQUAL,
+    NO_EQUIVALENT,
     NUMBERS,
     REMARKS,
     SAME_MEANING,
@@ -284,8 +284,8 @@ def _read_key(translation: Translation, name: str, value: Any) -> None:
             translation.key_statuses[name] = "default"
         else:
             translation.settings[name] = parsed_value
-    elif name in NO_EQUAL:
-        translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+    elif name in NO_EQUIVALENT:
+        translation.lose(name, f"is not taken over: {NO_EQUIVALENT[name]}")
         translation.key_statuses[name] = "no equivalent"
     elif has_no_effect:
         translation.key_statuses[name] = "no effect"
@@ -416,8 +416,8 @@ def _report_not_taken(translation: Translation, name: str) -> None:
     """Report a key that is not taken over."""
     value = translation.settings[name]
     advice = foreign_advice(RunConfig, name)
-    if name in NO_EQUAL:
-        translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+    if name in NO_EQUIVALENT:
+        translation.lose(name, f"is not taken over: {NO_EQUIVALENT[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
         translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:

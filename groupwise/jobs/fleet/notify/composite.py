@@ -17,7 +17,7 @@ from groupwise.jobs.fleet.notify.local import LocalNotifier
 from groupwise.jobs.fleet.store.database import Database
 
 LISTENING = 60.0
-"""Timeout in seconds of one wait on a notifier."""
+"""Seconds that one wait for a notification lasts at most."""
 AFTER_AN_ERROR = 5.0
 """Seconds until a notifier that raised is listened to again."""
 

@@ -433,7 +433,7 @@ async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
 
 
 class SlowToOpen(Open):
-    """Its engine opens the run when the event of `hold("open")` is set."""
+    """A server whose engine does not open the run before the event of `hold("open")` is set."""
 
     async def _engine(self) -> FakeEngine:
         engine = await super()._engine()
