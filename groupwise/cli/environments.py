@@ -34,7 +34,7 @@ def install(
     as_json: AsJson = False,
 ) -> None:
     """Install an environment into a virtual environment of its own. Prints how to use it."""
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import say, write_json
     from groupwise.core.errors import UsageError
     from groupwise.tasks.external import installed
     from groupwise.tasks.external.kinds import KINDS
@@ -60,7 +60,7 @@ def install(
         own = installed.name_of(package)
         module = "NAME" if usual else made.name if own == library else own
         where = "" if made.name == (usual or module) else f" task.environment={made.name}"
-        typer.echo(f"Use it: --task-module {kind}:{module}{where}")
+        say(f"next: groupwise rl --config C.yaml --task-module {kind}:{module}{where}")
 
 
 def list_environments(as_json: AsJson = False) -> None:

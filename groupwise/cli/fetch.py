@@ -39,7 +39,7 @@ def fetch_tunix(
     as_json: AsJson = False,
 ) -> None:
     """Install Tunix and JAX into a virtual environment of their own. Prints the path of its Python."""
-    from groupwise.cli.output import write_json
+    from groupwise.cli.output import say, write_json
     from groupwise.core.errors import UsageError
     from groupwise.engine.backends.tunix.environment import (
         EXTRAS,
@@ -59,3 +59,4 @@ def fetch_tunix(
         typer.echo(
             f"{path}: tunix {tunix_info.tunix}, jax {tunix_info.jax}, {tunix_info.devices} × {tunix_info.device}"
         )
+        say("next: groupwise rl --config C.yaml --task-module TASK model.backend=tunix")

@@ -16,6 +16,7 @@ from groupwise.cli.launch.watch import (
     find,
     folder_of,
     report_rented,
+    say_next,
     stop_job,
     watch,
     while_placing,
@@ -152,6 +153,7 @@ def fetch(*, job: LaunchedJob, to: To = None, as_json: AsJson = False) -> None:
         write_json(document)
     else:
         typer.echo(str(folder))
+        say_next(note, document, folder)
 
 
 def stop(job: LaunchedJob) -> None:

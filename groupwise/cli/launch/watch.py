@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -133,8 +134,19 @@ def watch(
             say(f"    {run['problem']}")
     for path, reason in document["left_out"].items():
         say(f"  {one_line(path)} did not: {reason}")
+    say_next(note, document, folder)
     codes = {Outcome.SUCCEEDED: 0, Outcome.CANCELLED: CANCELLED_CODE}
     raise typer.Exit(codes.get(document["state"], shell_code(document["exit_code"])))
+
+
+def say_next(note: Note, document: dict[str, Any], folder: Path) -> None:
+    """Print the command that is useful after a fetch: the first run that came, otherwise the log."""
+    if document["runs"]:
+        runs = (folder / document["runs"][0]["folder"]).parent
+        line = f"runs show {shlex.quote(document['runs'][0]['run'])} --dir {shlex.quote(str(runs))}"
+    else:
+        line = f"launch logs {note.name}"
+    say(f"next: groupwise {line}")
 
 
 def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:

@@ -195,6 +195,9 @@ def plot(
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=has_colours(sys.stdout)))
+    print_next(
+        (f"groupwise runs show {shlex.quote(path.name)}{dir_option(path)}", "the run in numbers")
+    )
 
 
 command(app, "compare")(compare)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from groupwise.cli.printing import (
     RUNS,
     RunsDir,
     indent,
+    print_next,
     print_pairs,
     print_section,
     print_table,
@@ -51,6 +53,12 @@ def compare(
         write_json(comparison.summary(rows))
     else:
         print_comparison(comparison, rows)
+        where = "" if dir == RUNS else f" --dir {shlex.quote(str(dir))}"
+        if comparison.changed and not rows:
+            line = f"groupwise runs compare {shlex.quote(a)} {shlex.quote(b)} --rows 5{where}"
+            print_next((line, "the prompts that changed most"))
+        else:
+            print_next((f"groupwise web{where}", "both curves in a browser"))
 
 
 def print_comparison(comparison: Comparison, rows: int = 0) -> None:

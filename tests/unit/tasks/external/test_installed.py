@@ -105,9 +105,10 @@ def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixtur
         "my_game": "--task-module verifiers:my-game task.environment=other",
         "verifiers[ta]": "--task-module verifiers:other",
     }
+    line = "next: groupwise rl --config C.yaml "
     for package, words in used.items():
         assert main(["environments", "install", package, "--name", "other", "--again"]) == 0
-        assert capsys.readouterr().out.splitlines()[-1] == f"Use it: {words}"
+        assert capsys.readouterr().err.splitlines()[-1] == line + words
 
 
 def test_one_that_is_not_there_is_missed_with_what_to_do():
