@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import time
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from typing import Any
 import typer
 
 from groupwise.cli.options import Command
-from groupwise.cli.output import collect_seldom
+from groupwise.cli.output import PROGRAM, collect_seldom
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
 COMMAND = "groupwise.behind"
 """The key under which click stores the words after `--`."""
+NOT_FOR_JOBS = ("--help", "--dry-run")
+"""Options with which a command of groupwise would do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +28,25 @@ class JobCommand:
     """The command that the job runs."""
 
     script: str | None
-    """A Python file of the project; None: a command of groupwise."""
+    """A Python file of the project; None: a command or program."""
     words: tuple[str, ...]
-    """The command of groupwise with its arguments, or the arguments of the script."""
+    """A command of groupwise or any other program, with its arguments; or the arguments of the script."""
+
+    @property
+    def verb(self) -> str | None:
+        """The command of groupwise; None: a script or another program."""
+        from groupwise.jobs.launch.preflight import COMMANDS
+
+        if self.script is not None or not self.words or self.words[0] not in COMMANDS:
+            return None
+        return self.words[0]
 
     @property
     def line(self) -> tuple[str, ...]:
         """The command line of the job, in an environment with groupwise."""
-        if self.script is None:
-            return ("groupwise", *self.words)
-        return ("python", self.script, *self.words)
+        if self.script is not None:
+            return ("python", self.script, *self.words)
+        return self.words if self.verb is None else ("groupwise", *self.words)
 
 
 class LaunchCommand(Command):
@@ -68,7 +80,8 @@ def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
     """The launcher's own words, and the command to run; None if there is none."""
     for n, word in enumerate(args):
         if word == "--":
-            return [*args[:n]], JobCommand(None, tuple(args[n + 1 :]))
+            words = args[n + 1 :]
+            return [*args[:n]], JobCommand(None, tuple(words[words[:1] == [PROGRAM] :]))
         if word == SCRIPT or word.startswith(f"{SCRIPT}="):
             _, equals, path = word.partition("=")
             arguments = list(args[n + 1 :])
@@ -83,19 +96,44 @@ def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
 
 
 def job_command(ctx: typer.Context) -> JobCommand:
-    """The command to run. Raises UsageError if there is none."""
+    """The command to run. Raises UsageError if there is none, or if it looks like a mistake."""
+    from groupwise.jobs.hosts.spec import one_word_problem
+    from groupwise.jobs.launch.preflight import COMMANDS
+
     command: JobCommand | None = ctx.meta.get(COMMAND)
-    if command is None:
+    if command is None or (command.script is None and not command.words):
         raise UsageError(
             f"there is nothing to run. Put a command of groupwise behind `--`, as `{ctx.command_path} -- rl --config C.yaml --task-module "
-            f"task.py`, or a script of the project behind {SCRIPT}."
+            f"task.py`, or any other program, as `-- python train.py`."
         )
+    if command.script is not None:
+        return command
+    if (problem := one_word_problem(command.words)) is not None:
+        raise UsageError(f"{problem}.")
+    if command.verb is None:
+        first = command.words[0]
+        if first.startswith("-"):
+            raise UsageError(
+                f"`{first}` follows `--`, where a command of groupwise ({', '.join(COMMANDS)}) or a program is expected."
+            )
+        names = ctx.find_root().command.list_commands(ctx)
+        if first in names or difflib.get_close_matches(first, COMMANDS):
+            raise UsageError(
+                f"`{first}` follows `--`; the commands of groupwise that can be launched are {', '.join(COMMANDS)}. To run a program of "
+                f"this name, give its path, as `-- ./{first}`."
+            )
+        return command
+    for word in NOT_FOR_JOBS:
+        if word in command.words:
+            raise UsageError(
+                f"{word} after `--` belongs to the job, which would then do nothing. Put it before `--`, where it belongs to the launcher."
+            )
     return command
 
 
 def new_name(command: JobCommand, now: float | None = None) -> str:
     """A name for a job without one: its command or script, and the current time to the millisecond."""
-    source = command.words[0] if command.script is None else Path(command.script).stem
+    source = Path(command.script or command.words[0]).stem
     letters = "".join(
         letter if letter.isascii() and letter.isalnum() else "-" for letter in source
     )[:40]

@@ -51,7 +51,7 @@ class CommandOptions:
         str | None,
         option(
             "PATH",
-            "Python file of the project to run, in place of a command; all words after the path are its arguments.",
+            "Python file of the project to run, as `-- python PATH`; all words after the path are its arguments.",
         ),
     ] = None
     name: Annotated[
@@ -204,7 +204,7 @@ class GangOptions:
                     "distributed.learners=N behind the verb."
                 )
             return 1
-        verb = command.words[0] if command.script is None else None
+        verb = command.verb
         if verb is not None and verb not in SHARED:
             raise UsageError(
                 f"--machines {self.count}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."

@@ -51,14 +51,11 @@ def launch(
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.bundle import path_in_project
     from groupwise.jobs.launch.places import AWS, WITHOUT_GPU_MODELS
-    from groupwise.jobs.launch.preflight import check_verb
 
     command, gang = job.command, gang or GangOptions()
     project = job.project_dir or Path.cwd()
     if job.name is not None:
         check_name(job.name)
-    if command.script is None:
-        check_verb(command.words)
     if (model := job.gpu_model()) is not None and place.kind in WITHOUT_GPU_MODELS:
         raise UsageError(
             f"--gpus {job.gpus}: which GPUs a job gets here is decided by its machine, not by the model {model}: --gpus {job.gpu_count}."
@@ -220,7 +217,7 @@ def _try_here(
         try_command,
     )
 
-    if job.command.script is not None:
+    if job.command.verb is None:
         return DryRunReport((), "")
     if job.no_preflight:
         return DryRunReport(results_of(job.command.words), "")

@@ -100,7 +100,6 @@ def render(
             --gpu-model H100 -- rl -c C.yaml -t task.py
     """
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
-    from groupwise.jobs.launch.preflight import check_verb
     from groupwise.jobs.launch.render import (
         RenderOptions,
         Toleration,
@@ -111,8 +110,6 @@ def render(
     )
 
     command = job.command
-    if command.script is None:
-        check_verb(command.words)
     name = job.name or re.sub("[^a-z0-9]+", "-", new_name(command).lower()).strip("-")
     values = job.secrets()
     refuse_shown_secrets(command.line, values)

@@ -134,18 +134,19 @@ def watch(
             say(f"    {run['problem']}")
     for path, reason in document["left_out"].items():
         say(f"  {one_line(path)} did not: {reason}")
-    say_next(note, document, folder)
+    if document["state"] == Outcome.SUCCEEDED:
+        say_next(note, document, folder)
     codes = {Outcome.SUCCEEDED: 0, Outcome.CANCELLED: CANCELLED_CODE}
     raise typer.Exit(codes.get(document["state"], shell_code(document["exit_code"])))
 
 
 def say_next(note: Note, document: dict[str, Any], folder: Path) -> None:
-    """Print the command that is useful after a fetch: the first run that came, otherwise the log."""
+    """Print the command that is useful after a fetch: to look at the first run, to clean up, or to follow a job that still runs."""
     if document["runs"]:
         runs = (folder / document["runs"][0]["folder"]).parent
         line = f"runs show {shlex.quote(document['runs'][0]['run'])} --dir {shlex.quote(str(runs))}"
     else:
-        line = f"launch logs {note.name}"
+        line = f"launch {'remove' if document['exit_known'] else 'logs -f'} {note.name}"
     say(f"next: groupwise {line}")
 
 

@@ -19,10 +19,9 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.hosts.local import PASSED_VARIABLES
-from groupwise.jobs.hosts.spec import one_word_problem
 
 COMMANDS = ("rl", "sft", "eval", "generate")
-"""Subcommands of groupwise that may be launched."""
+"""Subcommands of groupwise that may be launched, and are tried here first."""
 MAX_CHECKPOINTS = 20
 """How many checkpoints a disk has room for if the config keeps all of them."""
 OUTPUT = "--output"
@@ -43,26 +42,6 @@ class DryRunReport:
     """Files and folders of this machine that it reads in addition to the task: weights, data configs."""
     model_gb: int | None = None
     """GB of disk that its model and its checkpoints take at most; None: it does not say which model."""
-
-
-def check_verb(words: Sequence[str]) -> None:
-    """Raise UsageError if the words are not a groupwise command that may be launched."""
-    if (problem := one_word_problem(words)) is not None:
-        raise UsageError(f"{problem}.")
-    if not words or words[0] not in COMMANDS:
-        given = f"`{words[0]}` is not one" if words else "nothing follows it"
-        raise UsageError(
-            f"`--` is followed by a command of groupwise ({', '.join(COMMANDS)}), but {given}. To launch any other program, give a Python "
-            "file of the project: --script PATH."
-        )
-    for word in NOT_FOR_JOBS:
-        if word in words:
-            raise UsageError(
-                f"{word} after `--` belongs to the job, which would then do nothing. Put it before `--`, where it belongs to the launcher."
-            )
-
-
-NOT_FOR_JOBS = ("--help", "--dry-run")
 
 
 def try_command(

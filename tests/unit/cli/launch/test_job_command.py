@@ -22,6 +22,21 @@ def test_words_after_the_dashes_are_kept_unchanged() -> None:
     assert behind.line == ("groupwise", "rl", *ODD)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("groupwise", "rl", "-c", "C"), ("groupwise", "rl", "-c", "C")),
+        (("python", "train.py", "--help"), ("python", "train.py", "--help")),
+        (("sh", "-c", "echo $HOME"), ("sh", "-c", "echo $HOME")),
+        (("./rl",), ("./rl",)),
+    ],
+)
+def test_any_program_runs_as_it_is_written(words: tuple[str, ...], line: tuple[str, ...]) -> None:
+    command = split_command(["--gpus", "1", "--", *words])[1]
+    assert command is not None
+    assert command.line == line
+
+
 @pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
@@ -39,8 +54,11 @@ RAY = ("ray", "--script", "job.py")
     (["local", "--", "rl --config c"], "words apart, `-- rl --config c`"), (["local", "--gpus", "A100:2", *RAY[1:]], "--gpus 2"),
     (["local", "--gpus", "2x", *RAY[1:]], "a model with a number"),
     (["slurm", "--gpus", "A100:2", "--gpu-model", "H100", *RAY[1:]], "give one"),
-    (["local", "--", "doctor"], "(rl, sft, eval, generate), but `doctor` is not one"),
-    (["local", "--", "--config", "c"], "`--config` is not one"),
+    (["local", "--", "doctor"], "can be launched are rl, sft, eval, generate"), (["local", "--"], "there is nothing to run"),
+    (["local", "--", "groupwise", "doctor"], "can be launched are rl, sft, eval, generate"),
+    (["local", "--", "evel", "-c", "C"], "-- ./evel"),
+    (["local", "--", "--config", "c"], "a command of groupwise (rl, sft, eval, generate) or a program is expected"),
+    (["local", "--", "rl", "--help"], "--help after `--` belongs to the job"),
     (["local", "--bogus", "--", "rl"], "No such option: --bogus"), ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
     ([RAY[0], "--memory", "much", *RAY[1:]], "a size"), ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
     ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
@@ -60,6 +78,7 @@ def test_refusals_teach(
 @pytest.mark.parametrize("script", ["train.py", "-x.py", "é ü.py", "a/b/c" * 40 + ".py", ".py"])
 def test_names_can_be_names_of_jobs(script: str) -> None:
     assert JOB_ID.fullmatch(new_name(JobCommand(script, ()), now=1e9))
+    assert JOB_ID.fullmatch(new_name(JobCommand(None, (script,)), now=1e9))
 
 
 def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
