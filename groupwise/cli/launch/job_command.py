@@ -116,8 +116,8 @@ def job_command(ctx: typer.Context) -> JobCommand:
             raise UsageError(
                 f"`{first}` follows `--`, where a command of groupwise ({', '.join(COMMANDS)}) or a program is expected."
             )
-        names = ctx.find_root().command.list_commands(ctx)
-        if first in names or difflib.get_close_matches(first, COMMANDS):
+        program: Any = ctx.find_root().command
+        if first in program.list_commands(ctx) or difflib.get_close_matches(first, COMMANDS):
             raise UsageError(
                 f"`{first}` follows `--`; the commands of groupwise that can be launched are {', '.join(COMMANDS)}. To run a program of "
                 f"this name, give its path, as `-- ./{first}`."
