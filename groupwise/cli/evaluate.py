@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -236,11 +236,23 @@ def _evaluate_suites(
     raise typer.Exit(result.exit_code)
 
 
-def _refuse_options(options: dict[str, Any], preposition: str) -> None:
-    """Raise BadParameter for options that would have no effect."""
+KEYS_FOR_TASKS = {
+    "max_prompts": "eval.max_prompts",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "max_new_tokens": "eval.max_completion_length",
+    "runs_dir": "run.dir",
+}
+"""Options of suites for which an evaluation of a task has a key of the config."""
+
+
+def _refuse_options(options: dict[str, Any], preposition: Literal["with", "without"]) -> None:
+    """Raise BadParameter for options that would have no effect, with the key that has this effect for a task."""
     for name, value in options.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(
                 name, f"--{name.replace('_', '-')}"
             )
-            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.")
+            key = KEYS_FOR_TASKS.get(name) if preposition == "without" else None
+            remedy = f" For a task, give {key}={value}." if key else ""
+            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.{remedy}")

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -18,6 +18,7 @@ import typer
 from rich.cells import cell_len
 
 from groupwise.cli.options import option
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import clean, one_line, shorten
 
 MIN_WIDTH = 40
@@ -34,6 +35,15 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
     if pairs:
         print_text(f"\n{one_line(title)}")
         print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def print_warnings(warnings: Iterable[tuple[int, str, str, str]]) -> None:
+    """Print the signals of reward hacking that began or ended: number of steps done, name, kind, message."""
+    lines = [
+        (f"after {counted(step, 'step')}", f"{name} {kind}: {message}")
+        for step, name, kind, message in warnings
+    ]
+    print_section("warnings", lines)
 
 
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
@@ -62,6 +72,8 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
     from groupwise.runs.find import best_and_worst
+    from groupwise.runs.schema import RECORD
+    from groupwise.runs.store import Store
 
     name, place = shlex.quote(folder.name), dir_option(folder)
     commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
@@ -71,6 +83,11 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
         which = f"its {order} rollout" if len(found) > 1 else "all its rollouts earned the same"
         earned = f"{which}: reward {view.reward:.3f}, in step {view.step}"
         commands.append((line, f"{earned}, example {view.example}"))
+    with Store.open(folder / RECORD, readonly=True) as store:
+        evaluations = {evaluation for _, evaluation, _ in store.evaluations_with_rows()}
+    if {"before", "after"} <= evaluations:
+        line = f"groupwise runs compare {shlex.quote(f'{folder.name}@0')} {name}{place}"
+        commands.append((line, "the held-out prompts, before and after the training"))
     return [
         *commands,
         (f"groupwise web{place}", "curves and rollouts in a browser"),

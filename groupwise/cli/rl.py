@@ -119,13 +119,21 @@ def write_outcome(
 ) -> None:
     """Write a plan or a result: as JSON, or as text with advice and the next commands (by default, those after a run of `rl`)."""
     from groupwise.cli.output import write_json, write_result
-    from groupwise.cli.printing import commands_after_run, print_advice, print_next
+    from groupwise.cli.printing import (
+        commands_after_run,
+        print_advice,
+        print_next,
+        print_warnings,
+    )
 
     if as_json:
         write_json(summary)
         return
-    values = {name: value for name, value in summary.items() if name != "advice"}
+    in_words = ("advice", "warnings")
+    values = {name: value for name, value in summary.items() if name not in in_words}
     write_result(values, as_json=False)
+    warnings = summary.get("warnings", ())
+    print_warnings((w["step"], w["signal"], w["kind"], w["message"]) for w in warnings)
     print_advice(summary.get("advice", ()))
     if "folder" in summary:
         print_next(*(commands_after or commands_after_run)(Path(summary["folder"])))

@@ -34,6 +34,7 @@ from groupwise.cli.printing import (
     print_section,
     print_table,
     print_text,
+    print_warnings,
     round_number,
 )
 from groupwise.cli.runs.compare import compare
@@ -295,17 +296,11 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
             ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
-            ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+            ("resumed", counted(len(facts["resumes"]), "time") if facts["resumes"] else None),
             ("hub", uploaded),
         ]
     )
-    print_section(
-        "warnings",
-        [
-            (f"after {counted(w['step'], 'step')}", f"{w['name']} {w['kind']}: {w['message']}")
-            for w in facts["warnings"]
-        ],
-    )
+    print_warnings((w["step"], w["name"], w["kind"], w["message"]) for w in facts["warnings"])
     print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
         print_section(
