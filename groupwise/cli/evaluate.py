@@ -147,9 +147,10 @@ def _evaluate_task(
 
     if dry_run:
         collect_seldom()
+        from groupwise.cli.printing import print_plan
         from groupwise.training.evaluation.evaluate import plan_policies
 
-        write_json(plan_policies(*task, **options))
+        (write_json if as_json else print_plan)(plan_policies(*task, **options))
         return
     from groupwise.engine.distributed.prefork import early_zygote
 
@@ -199,7 +200,7 @@ def _evaluate_suites(
     as_json: bool,
 ) -> None:
     from groupwise.cli.output import write_json
-    from groupwise.cli.printing import print_table, print_text
+    from groupwise.cli.printing import print_plan, print_table, print_text
     from groupwise.training.evaluation.suite_evaluation import (
         METRIC,
         SuiteRequest,
@@ -212,7 +213,7 @@ def _evaluate_suites(
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
     request = SuiteRequest(suites, policy=policies[0] if policies else None, **suite_options)
     if dry_run:
-        write_json(plan(request))
+        (write_json if as_json else print_plan)(plan(request))
         return
     result = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:

@@ -5,6 +5,7 @@ A model's text may contain anything; it is shown as plain text without control c
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
@@ -12,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from rich.cells import cell_len
@@ -35,6 +36,41 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
     if pairs:
         print_text(f"\n{one_line(title)}")
         print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def print_plan(summary: Mapping[str, Any]) -> None:
+    """Print what a dry run found: numbers, the settings that are not defaults, sections, then texts as the model would see them."""
+    from groupwise.runs.folder import flatten
+
+    plan: Mapping[str, Any] = summary.get("plan", summary)
+    print_pairs([(name, value) for name, value in plan.items() if _is_short(value)])
+    if "config" in summary:
+        print_settings(summary["config"])
+    for name, value in plan.items():
+        if isinstance(value, dict):
+            print_section(name, [*flatten(cast("dict[str, Any]", value)).items()])
+        elif value and not _is_short(value):
+            print_text(f"\n{name}")
+            for entry in cast("list[Any]", value) if isinstance(value, list) else [value]:
+                text = entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
+                lines = "\n".join(fold(text, 2))
+                print_text(indent(lines, "  ") if _is_short(text) else indent(text, "  │ "))
+    if "warm_up" in summary:
+        print_text("\n━━ the warm-up ━━\n")
+        print_plan(summary["warm_up"])
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, dict | list) and "\n" not in str(value)
+
+
+def print_settings(config: Mapping[str, Any]) -> None:
+    """Print the settings of a config that are not defaults."""
+    from groupwise.runs.folder import flatten
+    from groupwise.training.sft_config import settings_that_differ
+
+    settings = flatten(settings_that_differ(config))
+    print_section("configuration, without defaults (all: --json)", [*settings.items()])
 
 
 def print_warnings(warnings: Iterable[tuple[int, str, str, str]]) -> None:

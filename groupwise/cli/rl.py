@@ -103,7 +103,7 @@ def rl(
     overrides: Overrides = None,
     start: StartOptions,
     dry_run: Annotated[
-        bool, flag("Print the resolved config and the plan as JSON; train nothing.", "--dry-run")
+        bool, flag("Print the plan, with --json also the whole config; train nothing.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -123,11 +123,15 @@ def write_outcome(
         commands_after_run,
         print_advice,
         print_next,
+        print_plan,
         print_warnings,
     )
 
     if as_json:
         write_json(summary)
+        return
+    if "plan" in summary:
+        print_plan(summary)
         return
     in_words = ("advice", "warnings")
     values = {name: value for name, value in summary.items() if name not in in_words}
@@ -192,5 +196,5 @@ def _train(
 
     after_sft = partial(commands_after_sft, task=task_module)
     commands_after = commands_after_run if kind == "rl" else after_sft
-    write_outcome(result.summary, as_json=dry_run or as_json, commands_after=commands_after)
+    write_outcome(result.summary, as_json=as_json, commands_after=commands_after)
     raise typer.Exit(result.exit_code)

@@ -32,6 +32,7 @@ from groupwise.cli.printing import (
     print_next,
     print_pairs,
     print_section,
+    print_settings,
     print_table,
     print_text,
     print_warnings,
@@ -48,7 +49,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -312,10 +313,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             _evaluation_title(evaluation),
             [(k, round_number(v)) for k, v in evaluation["metrics"].items()],
         )
-    from groupwise.training.sft_config import settings_that_differ
-
-    settings = settings_that_differ(facts["config"])
-    print_section("configuration, without defaults (all: --json)", [*flatten(settings).items()])
+    print_settings(facts["config"])
 
 
 def _evaluation_title(evaluation: Mapping[str, Any]) -> str:
