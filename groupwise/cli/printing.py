@@ -106,13 +106,30 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
 
 
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
+    """Commands that are useful after a run: its numbers, what there is to read, and its weights."""
+    return [command_to_show(folder), *commands_to_read(folder), command_to_export(folder)]
+
+
+def command_to_show(folder: Path) -> tuple[str, str]:
+    """The command that shows a run in numbers."""
+    line = f"groupwise runs show {shlex.quote(folder.name)}{dir_option(folder)}"
+    return line, "its numbers, evaluations and warnings"
+
+
+def command_to_export(folder: Path) -> tuple[str, str]:
+    """The command that writes a run's weights."""
+    line = f"groupwise runs export {shlex.quote(folder.name)} --help"
+    return line, "the weights as a model for others to load"
+
+
+def commands_to_read(folder: Path) -> list[tuple[str, str]]:
+    """Commands that show what a run did: its best and worst rollout, its evaluations side by side, its page."""
     from groupwise.runs.find import best_and_worst
     from groupwise.runs.schema import RECORD
     from groupwise.runs.store import Store
 
     name, place = shlex.quote(folder.name), dir_option(folder)
-    commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
+    commands: list[tuple[str, str]] = []
     found = best_and_worst(folder)
     for order, view in found.items():
         line = f"groupwise runs rollouts {name} --{order}{place}"
@@ -124,11 +141,7 @@ def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     if {"before", "after"} <= evaluations:
         line = f"groupwise runs compare {shlex.quote(f'{folder.name}@0')} {name}{place}"
         commands.append((line, "the held-out prompts, before and after the training"))
-    return [
-        *commands,
-        (f"groupwise web{place}", "curves and rollouts in a browser"),
-        (f"groupwise runs export {name} --help", "the weights as a model for others to load"),
-    ]
+    return [*commands, (f"groupwise web{place}", "curves and rollouts in a browser")]
 
 
 def commands_after_sft(folder: Path, task: str | None) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,10 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    commands_after_run,
+    command_to_export,
+    command_to_show,
     commands_after_sft,
-    dir_option,
+    commands_to_read,
     indent,
     moment,
     print_advice,
@@ -89,8 +89,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
     if sys.stdout.isatty():  # a pipe gets the table alone
         newest = infos[0].path
-        line = f"groupwise runs show {shlex.quote(newest.name)}{dir_option(newest)}"
-        print_next((line, "its numbers, evaluations and warnings"))
+        print_next(command_to_show(newest))
 
 
 @command(app, "show")
@@ -103,8 +102,8 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         return
     _print_run_facts(facts)
     if facts["rewards"]:
-        has_weights = facts["final_step"] is not None
-        print_next(*commands_after_run(path)[1 : None if has_weights else -1])
+        to_export = [] if facts["final_step"] is None else [command_to_export(path)]
+        print_next(*commands_to_read(path), *to_export)
     elif facts["losses"]:
         print_next(*commands_after_sft(path, None))
 
@@ -197,9 +196,7 @@ def plot(
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=has_colours(sys.stdout)))
-    print_next(
-        (f"groupwise runs show {shlex.quote(path.name)}{dir_option(path)}", "the run in numbers")
-    )
+    print_next(command_to_show(path))
 
 
 command(app, "compare")(compare)
