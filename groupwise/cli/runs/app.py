@@ -101,7 +101,7 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         return
     _print_run_facts(facts)
     if facts["rewards"]:
-        has_weights = facts["final_step"] is not None
+        has_weights = facts["final_step"] is not None or bool(facts["checkpoints"])
         print_next(*commands_after_run(path)[1 : None if has_weights else -1])
     elif facts["losses"]:
         print_next(*commands_after_sft(path, None))
@@ -295,7 +295,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
             ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
-            ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+            ("resumed", counted(len(facts["resumes"]), "time") if facts["resumes"] else None),
             ("hub", uploaded),
         ]
     )
