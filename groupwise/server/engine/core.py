@@ -28,6 +28,7 @@ from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.types import (
     Example,
     GroupRequest,
@@ -526,6 +527,7 @@ class EngineCore:
                 await end(run, "finished", summary)
             else:
                 run.folder.finish("stopped", summary)
+                run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
             return str(run.folder.path)
 
     # --- tokenizer, state, end -------------------------------------------------------------------
