@@ -5,6 +5,7 @@
 It prints the command that adds it. Ctrl-C makes it unreachable, and the same command brings it back. What runs there goes on meanwhile.
 """
 
+import contextlib
 import getpass
 import os
 import shlex
@@ -34,7 +35,7 @@ settings = [
     "PidFile=none",
     "LogLevel=ERROR",
 ]
-# of its own process group, with which its connections end as well
+# in a process group of its own, so that Ctrl-C comes to this program alone
 server = subprocess.Popen(
     [sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{each}" for each in settings)],
     start_new_session=True,
@@ -52,10 +53,14 @@ options = {
 words = [word for option in options.items() for word in option]
 print(f"groupwise fleet vm add {shlex.quote(folder.name)} {shlex.join(words)}", flush=True)
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+for sent in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(sent, signal.default_int_handler)
 try:
     server.wait()
     sys.exit("sshd has ended by itself; it says above why")
 except KeyboardInterrupt:
-    os.killpg(server.pid, signal.SIGTERM)
+    connections = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    for process in (server.pid, *map(int, connections)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
     server.wait()

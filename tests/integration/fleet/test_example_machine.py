@@ -30,17 +30,31 @@ def playing(folder: Path, port: int) -> Iterator[list[str]]:
             assert machine.wait(TIMEOUT_S) == 0
 
 
+def connected(key: Path, port: int) -> subprocess.Popen[str]:
+    """A connection that lasts until one of its ends is closed."""
+    options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"]
+    command = ["ssh", "-F", "/dev/null", *(f"-o{each}" for each in options)]
+    command += ["-i", str(key), "-p", str(port), "127.0.0.1", "echo here; cat"]
+    connection = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert connection.stdout is not None
+    assert connection.stdout.readline() == "here\n"
+    return connection
+
+
 def test_the_machine_of_the_example_can_be_lost_and_found(tmp_path: Path) -> None:
-    require_programs("sshd", "ssh-keygen", install="openssh-server")
+    require_programs("sshd", "ssh", "ssh-keygen", install="openssh-server")
     environment = {**os.environ, "GROUPWISE_FLEET": str(tmp_path / "fleet"), "HOME": str(tmp_path)}
     port = free_port()
 
     def add(*words: str) -> int:
         return call(environment, "vm", "add", *words).returncode
 
-    with playing(tmp_path / "one", port) as said:
-        assert said[:5] == ["groupwise", "fleet", "vm", "add", "one"]
-        wait_until(lambda: add(*said[4:]) == 0, "its first answer")
+    with contextlib.ExitStack() as connections:
+        with playing(tmp_path / "one", port) as said:
+            assert said[:5] == ["groupwise", "fleet", "vm", "add", "one"]
+            wait_until(lambda: add(*said[4:]) == 0, "its first answer")
+            connection = connections.enter_context(connected(tmp_path / "one" / "login", port))
+        assert connection.wait(TIMEOUT_S) != 0
     assert call(environment, "vm", "remove", "one").returncode == 0
     assert add("one") != 0
     with playing(tmp_path / "one", port) as again:
