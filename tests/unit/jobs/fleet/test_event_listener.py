@@ -58,8 +58,8 @@ async def test_a_line_about_a_silent_machine_names_machine_and_job(
     job_id = submit(database)
     (claimed,) = claim_some(database)
     listener = EventListener(place_in(tmp_path), database, print)
+    newest = select(func.max(Event.event_id))
     for silent in (True, False):
-        newest = select(func.max(Event.event_id))
         listener._position = database.read(lambda s: s.scalar(newest)) or 0
         database.run(
             lambda s, to=silent: records.record_contact(s, claimed.epoch, "me", 0, silent=to)
