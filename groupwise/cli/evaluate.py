@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -147,9 +147,10 @@ def _evaluate_task(
 
     if dry_run:
         collect_seldom()
+        from groupwise.cli.printing import print_plan
         from groupwise.training.evaluation.evaluate import plan_policies
 
-        write_json(plan_policies(*task, **options))
+        (write_json if as_json else print_plan)(plan_policies(*task, **options))
         return
     from groupwise.engine.distributed.prefork import early_zygote
 
@@ -199,7 +200,7 @@ def _evaluate_suites(
     as_json: bool,
 ) -> None:
     from groupwise.cli.output import write_json
-    from groupwise.cli.printing import print_table, print_text
+    from groupwise.cli.printing import print_plan, print_table, print_text
     from groupwise.training.evaluation.suite_evaluation import (
         METRIC,
         SuiteRequest,
@@ -212,7 +213,7 @@ def _evaluate_suites(
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
     request = SuiteRequest(suites, policy=policies[0] if policies else None, **suite_options)
     if dry_run:
-        write_json(plan(request))
+        (write_json if as_json else print_plan)(plan(request))
         return
     result = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:
@@ -236,11 +237,23 @@ def _evaluate_suites(
     raise typer.Exit(result.exit_code)
 
 
-def _refuse_options(options: dict[str, Any], preposition: str) -> None:
-    """Raise BadParameter for options that would have no effect."""
+KEYS_FOR_TASKS = {
+    "max_prompts": "eval.max_prompts",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "max_new_tokens": "eval.max_completion_length",
+    "runs_dir": "run.dir",
+}
+"""Options of suites for which an evaluation of a task has a key of the config."""
+
+
+def _refuse_options(options: dict[str, Any], preposition: Literal["with", "without"]) -> None:
+    """Raise BadParameter for options that would have no effect, with the key that has this effect for a task."""
     for name, value in options.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(
                 name, f"--{name.replace('_', '-')}"
             )
-            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.")
+            key = KEYS_FOR_TASKS.get(name) if preposition == "without" else None
+            remedy = f" For a task, give {key}={value}." if key else ""
+            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.{remedy}")

@@ -189,7 +189,7 @@ def generate(
 
     The answers train with `groupwise sft`. The same command again continues where it stopped.
     """
-    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.output import write_result
     from groupwise.training.generation.generate import generate as run
 
     options_given = {name: value for name, value in asdict(options).items() if value is not None}
@@ -207,8 +207,10 @@ def generate(
             options_given.get("concurrency", CONCURRENCY) * client_replicas
         )
     result = run(dry_run=dry_run, **options_given)
-    if dry_run:
-        write_json(result.summary)
+    if dry_run and not as_json:
+        from groupwise.cli.printing import print_plan
+
+        print_plan(result.summary)
     else:
         write_result(result.summary, as_json=as_json)
         if not as_json and result.exit_code == 0 and options.shard is None:

@@ -5,19 +5,21 @@ A model's text may contain anything; it is shown as plain text without control c
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from rich.cells import cell_len
 
 from groupwise.cli.options import option
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import clean, one_line, shorten
 
 MIN_WIDTH = 40
@@ -34,6 +36,50 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
     if pairs:
         print_text(f"\n{one_line(title)}")
         print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def print_plan(summary: Mapping[str, Any]) -> None:
+    """Print what a dry run found: numbers, the settings that are not defaults, sections, then texts as the model would see them."""
+    from groupwise.runs.folder import flatten
+
+    plan: Mapping[str, Any] = summary.get("plan", summary)
+    print_pairs([(name, value) for name, value in plan.items() if _is_short(value)])
+    if "config" in summary:
+        print_settings(summary["config"])
+    for name, value in plan.items():
+        if isinstance(value, dict):
+            print_section(name, [*flatten(cast("dict[str, Any]", value)).items()])
+        elif value and not _is_short(value):
+            print_text(f"\n{name}")
+            for entry in cast("list[Any]", value) if isinstance(value, list) else [value]:
+                text = entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
+                lines = "\n".join(fold(text, 2))
+                print_text(indent(lines, "  ") if _is_short(text) else indent(text, "  │ "))
+    if "warm_up" in summary:
+        print_text("\n━━ the warm-up ━━\n")
+        print_plan(summary["warm_up"])
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, dict | list) and "\n" not in str(value)
+
+
+def print_settings(config: Mapping[str, Any]) -> None:
+    """Print the settings of a config that are not defaults."""
+    from groupwise.runs.folder import flatten
+    from groupwise.training.sft_config import settings_that_differ
+
+    settings = flatten(settings_that_differ(config))
+    print_section("configuration, without defaults (all: --json)", [*settings.items()])
+
+
+def print_warnings(warnings: Iterable[tuple[int, str, str, str]]) -> None:
+    """Print the signals of reward hacking that began or ended: number of steps done, name, kind, message."""
+    lines = [
+        (f"after {counted(step, 'step')}", f"{name} {kind}: {message}")
+        for step, name, kind, message in warnings
+    ]
+    print_section("warnings", lines)
 
 
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
@@ -60,22 +106,42 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
 
 
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run: its best and worst rollout, its numbers, and its weights."""
+    """Commands that are useful after a run: its numbers, what there is to read, and its weights."""
+    return [command_to_show(folder), *commands_to_read(folder), command_to_export(folder)]
+
+
+def command_to_show(folder: Path) -> tuple[str, str]:
+    """The command that shows a run in numbers."""
+    line = f"groupwise runs show {shlex.quote(folder.name)}{dir_option(folder)}"
+    return line, "its numbers, evaluations and warnings"
+
+
+def command_to_export(folder: Path) -> tuple[str, str]:
+    """The command that writes a run's weights."""
+    line = f"groupwise runs export {shlex.quote(folder.name)} --help"
+    return line, "the weights as a model for others to load"
+
+
+def commands_to_read(folder: Path) -> list[tuple[str, str]]:
+    """Commands that show what a run did: its best and worst rollout, its evaluations side by side, its page."""
     from groupwise.runs.find import best_and_worst
+    from groupwise.runs.schema import RECORD
+    from groupwise.runs.store import Store
 
     name, place = shlex.quote(folder.name), dir_option(folder)
-    commands = [(f"groupwise runs show {name}{place}", "its numbers, evaluations and warnings")]
+    commands: list[tuple[str, str]] = []
     found = best_and_worst(folder)
     for order, view in found.items():
         line = f"groupwise runs rollouts {name} --{order}{place}"
         which = f"its {order} rollout" if len(found) > 1 else "all its rollouts earned the same"
         earned = f"{which}: reward {view.reward:.3f}, in step {view.step}"
         commands.append((line, f"{earned}, example {view.example}"))
-    return [
-        *commands,
-        (f"groupwise web{place}", "curves and rollouts in a browser"),
-        (f"groupwise runs export {name} --help", "the weights as a model for others to load"),
-    ]
+    with Store.open(folder / RECORD, readonly=True) as store:
+        evaluations = {evaluation for _, evaluation, _ in store.evaluations_with_rows()}
+    if {"before", "after"} <= evaluations:
+        line = f"groupwise runs compare {shlex.quote(f'{folder.name}@0')} {name}{place}"
+        commands.append((line, "the held-out prompts, before and after the training"))
+    return [*commands, (f"groupwise web{place}", "curves and rollouts in a browser")]
 
 
 def commands_after_sft(folder: Path, task: str | None) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ def rl(
     overrides: Overrides = None,
     start: StartOptions,
     dry_run: Annotated[
-        bool, flag("Print the resolved config and the plan as JSON; train nothing.", "--dry-run")
+        bool, flag("Print the plan, with --json also the whole config; train nothing.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -119,13 +119,25 @@ def write_outcome(
 ) -> None:
     """Write a plan or a result: as JSON, or as text with advice and the next commands (by default, those after a run of `rl`)."""
     from groupwise.cli.output import write_json, write_result
-    from groupwise.cli.printing import commands_after_run, print_advice, print_next
+    from groupwise.cli.printing import (
+        commands_after_run,
+        print_advice,
+        print_next,
+        print_plan,
+        print_warnings,
+    )
 
     if as_json:
         write_json(summary)
         return
-    values = {name: value for name, value in summary.items() if name != "advice"}
+    if "plan" in summary:
+        print_plan(summary)
+        return
+    in_words = ("advice", "warnings")
+    values = {name: value for name, value in summary.items() if name not in in_words}
     write_result(values, as_json=False)
+    warnings = summary.get("warnings", ())
+    print_warnings((w["step"], w["signal"], w["kind"], w["message"]) for w in warnings)
     print_advice(summary.get("advice", ()))
     if "folder" in summary:
         print_next(*(commands_after or commands_after_run)(Path(summary["folder"])))
@@ -184,5 +196,5 @@ def _train(
 
     after_sft = partial(commands_after_sft, task=task_module)
     commands_after = commands_after_run if kind == "rl" else after_sft
-    write_outcome(result.summary, as_json=dry_run or as_json, commands_after=commands_after)
+    write_outcome(result.summary, as_json=as_json, commands_after=commands_after)
     raise typer.Exit(result.exit_code)

@@ -127,7 +127,7 @@ def train_grpo(
     overrides: Overrides = None,
     start: ResumeFlags,
     dry_run: Annotated[
-        bool, flag("Print the resolved config and the plan as JSON; train nothing.", "--dry_run")
+        bool, flag("Print the plan, with --json also the whole config; train nothing.", "--dry_run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -144,7 +144,7 @@ def train_grpo(
         raise UsageError("\n".join(["These are needed:", *missing]))
     flags["reward_function"] = tuple(flag_options.reward_function)
     result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
-    write_outcome(result.summary, as_json=dry_run or as_json)
+    write_outcome(result.summary, as_json=as_json)
     raise typer.Exit(result.exit_code)
 
 

@@ -140,3 +140,26 @@ def test_several_policies_in_one_command(runs, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]
     assert [each["prompts"] for each in found["comparisons"]] == [3, 3]
+
+
+def test_an_evaluation_says_which_settings_the_run_had_otherwise(runs, tmp_path):
+    given = settings(runs, "any")
+    limit = given["sampler"]["max_completion_length"]
+    key = "sampler.max_completion_length"
+    same = groupwise.evaluate(given, TOY, policy="with")
+    other = groupwise.evaluate(given, TOY, policy="with", overrides=[f"{key}={limit + 1}"])
+    own = [f"{key}={limit + 1}", f"eval.max_completion_length={limit}"]
+    limited = groupwise.evaluate(given, TOY, policy="with", overrides=own)
+    assert (same.other_settings, limited.other_settings) == ({}, {})
+    assert other.summary["other_settings"] == {key: f"{limit + 1}, in the run {limit}"}
+    assert other.path
+    assert json.loads(other.path.read_text())["other_settings"] == dict(other.other_settings)
+
+
+def test_the_same_command_again_says_the_name_of_the_new_run(runs, capsys):
+    given = settings(runs, "again")
+    given["training"]["max_steps"] = 1
+    groupwise.rl(given, TOY)
+    assert "again-2" not in capsys.readouterr().err
+    assert groupwise.rl(given, TOY).folder.name == "again-2"
+    assert "there is a finished run again; this one is again-2" in capsys.readouterr().err

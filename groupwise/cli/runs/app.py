@@ -6,7 +6,6 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,17 +22,20 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    commands_after_run,
+    command_to_export,
+    command_to_show,
     commands_after_sft,
-    dir_option,
+    commands_to_read,
     indent,
     moment,
     print_advice,
     print_next,
     print_pairs,
     print_section,
+    print_settings,
     print_table,
     print_text,
+    print_warnings,
     round_number,
 )
 from groupwise.cli.runs.compare import compare
@@ -47,7 +49,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -87,8 +89,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
     if sys.stdout.isatty():  # a pipe gets the table alone
         newest = infos[0].path
-        line = f"groupwise runs show {shlex.quote(newest.name)}{dir_option(newest)}"
-        print_next((line, "its numbers, evaluations and warnings"))
+        print_next(command_to_show(newest))
 
 
 @command(app, "show")
@@ -101,8 +102,9 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         return
     _print_run_facts(facts)
     if facts["rewards"]:
-        has_weights = facts["final_step"] is not None
-        print_next(*commands_after_run(path)[1 : None if has_weights else -1])
+        has_weights = facts["final_step"] is not None or facts["checkpoints"]
+        to_export = [command_to_export(path)] if has_weights else []
+        print_next(*commands_to_read(path), *to_export)
     elif facts["losses"]:
         print_next(*commands_after_sft(path, None))
 
@@ -195,9 +197,7 @@ def plot(
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=has_colours(sys.stdout)))
-    print_next(
-        (f"groupwise runs show {shlex.quote(path.name)}{dir_option(path)}", "the run in numbers")
-    )
+    print_next(command_to_show(path))
 
 
 command(app, "compare")(compare)
@@ -295,17 +295,11 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
             ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
-            ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+            ("resumed", counted(len(facts["resumes"]), "time") if facts["resumes"] else None),
             ("hub", uploaded),
         ]
     )
-    print_section(
-        "warnings",
-        [
-            (f"after {counted(w['step'], 'step')}", f"{w['name']} {w['kind']}: {w['message']}")
-            for w in facts["warnings"]
-        ],
-    )
+    print_warnings((w["step"], w["name"], w["kind"], w["message"]) for w in facts["warnings"])
     print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
         print_section(
@@ -317,10 +311,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             _evaluation_title(evaluation),
             [(k, round_number(v)) for k, v in evaluation["metrics"].items()],
         )
-    from groupwise.training.sft_config import settings_that_differ
-
-    settings = settings_that_differ(facts["config"])
-    print_section("configuration, without defaults (all: --json)", [*flatten(settings).items()])
+    print_settings(facts["config"])
 
 
 def _evaluation_title(evaluation: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
     RunsDir,
-    commands_after_run,
+    command_to_show,
+    commands_to_read,
     print_next,
     print_pairs,
 )
@@ -172,4 +173,4 @@ def import_(
         write_json(summary)
     else:
         print_pairs([*(summary | {"rewards": ", ".join(made.rewards)}).items()])
-        print_next(*commands_after_run(made.folder)[:-1])
+        print_next(command_to_show(made.folder), *commands_to_read(made.folder))

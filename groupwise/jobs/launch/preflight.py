@@ -56,7 +56,7 @@ def try_command(
                 f"{path.relative_to(project)}."
             )
     # Equivalent to the program `groupwise`: the project is not on the import path (-P).
-    dry_run = [sys.executable, "-P", "-m", "groupwise", command, "--dry-run", *arguments]
+    dry_run = [sys.executable, "-P", "-m", "groupwise", command, "--dry-run", "--json", *arguments]
     # Leave out variables that are set only in this terminal, because the job does not have them either.
     login = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     try:

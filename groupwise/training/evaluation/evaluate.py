@@ -8,6 +8,7 @@ random state of a training run does not change. `groupwise.training.evaluation.m
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Group, Sampler, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
-from groupwise.runs.folder import SERVER_LOG, result_file
+from groupwise.runs.folder import SERVER_LOG, read_config, result_file
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.success import check_part
@@ -87,6 +88,8 @@ class EvalResult:
     """One row per sample; see `groupwise.training.evaluation.measures.rows_of`."""
     path: Path | None = None
     """The result file; None if none was written."""
+    other_settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Keys that decide how prompts are answered and that the policy's run had otherwise: such as `64, in the run 16`."""
 
     @classmethod
     def from_record(cls, record: EvaluationRecord) -> Self:
@@ -173,6 +176,7 @@ class EvalResult:
             "intervals_95": intervals,
             **({"left_out": self.left_out} if self.left_out else {}),
             **({"failures": self.failures} if self.failures else {}),
+            **({"other_settings": dict(self.other_settings)} if self.other_settings else {}),
             **({"results": str(self.path)} if self.path else {}),
         }
 
@@ -511,6 +515,8 @@ async def _evaluate_policy(
     file = output or result_file(*_result_location(task, policy, config))
     log = file.with_name(f"{file.stem}.{SERVER_LOG}")
     result, fingerprint = await _answer_and_score(config, task, policy, log)
+    if policy.run is not None:
+        result = replace(result, other_settings=_other_settings(config, read_config(policy.run)))
     content = {
         **result.summary,
         "fingerprint": fingerprint,
@@ -523,6 +529,21 @@ async def _evaluate_policy(
     return replace(
         result, path=write_result(content, *_result_location(task, policy, config), output)
     )
+
+
+ANSWER_KEYS = ("max_completion_length", "min_completion_length", "stop", "stop_token_ids")
+"""Keys of the section `sampler` that apply to evaluations too."""
+
+
+def _other_settings(config: RunConfig, run_config: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of `ANSWER_KEYS` in which this evaluation differs from the run whose weights answer. A supervised run has none."""
+    here, there = resolved_values(config)["sampler"], run_config.get("sampler", {})
+    return {
+        f"sampler.{key}": f"{json.dumps(here[key])}, in the run {json.dumps(there[key])}"
+        for key in ANSWER_KEYS
+        if key in there and here[key] != there[key]
+        if key != "max_completion_length" or config.eval.max_completion_length is None
+    }
 
 
 async def _answer_and_score(

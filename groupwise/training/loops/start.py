@@ -264,6 +264,8 @@ def show_progress(
             prepared.layout, elsewhere=prepared.config.run.server is not None
         ):
             logger.warning(warning)
+        if resumption is None and folder.name != prepared.run_name:
+            progress.note(f"there is a finished run {prepared.run_name}; this one is {folder.name}")
         progress.phase("loading")
         yield progress, interruption
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
+from groupwise.cli.rl import write_outcome
 from groupwise.cli.runs.app import app, list_command
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
@@ -147,7 +148,7 @@ class TestShow:
         following = shown.split("\nnext\n")[1]
         assert "runs rollouts sort --worst" in following
         assert "runs show" not in following, "that was this command"
-        assert "runs export" not in following, "it has no weights yet"
+        assert "runs export sort" in following, "the weights of its checkpoint"
         assert "\nnext\n" not in call(runs, "show", "empty"), "it has no step"
         assert "\x1b" not in shown
         assert "load_in_4bit" not in shown, "defaults are left out"
@@ -262,10 +263,28 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     with RunFolder.create(runs, "equal", {}, {}) as run:
         group = Group(0, Example(0, "Sort", {}), (rollout(0, 0, 0.5), rollout(0, 1, 0.5)))
         run.store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0), [group], {"reward": 0.5})
+        for step, name in ((0, "before"), (1, "after")):
+            answers = ({"example": 0, "sample": 0, "reward": 0.5},)
+            run.store.add_evaluation(
+                EvaluationRecord(step, name, "equal", {"reward": 0.5}, answers)
+            )
     assert list(best_and_worst(runs / "equal")) == ["best"]
+    comparing = "groupwise runs compare equal@0 equal"
+    assert any(line.startswith(comparing) for line, _ in commands_after_run(runs / "equal"))
+    assert "compare" not in str(commands_after_run(runs / "sort")), "only one evaluation"
     lines = [line for line, _ in commands_after_run(runs / "sort")]
     for line in lines[1:3]:
         assert "Sort" in call(runs, *shlex.split(line)[2:4], line.split()[4])
     assert [shlex.split(line)[-1] for line, _ in commands_after_sft(runs / "sort", "task.py")] == [
         str(runs / "sort")
     ] * 2
+
+
+def test_the_outcome_of_a_run_says_its_warnings_in_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warning = {"step": 3, "signal": "length", "kind": "begins", "message": "grows"}
+    write_outcome({"run": "sort", "warnings": [warning]}, as_json=False)
+    assert (
+        capsys.readouterr().out == "run  sort\n\nwarnings\n  after 3 steps  length begins: grows\n"
+    )

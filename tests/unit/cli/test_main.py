@@ -16,6 +16,7 @@ from groupwise import __main__ as program
 from groupwise.cli.main import documentation, main
 from groupwise.core.errors import ConfigError, NothingScoredError
 from groupwise.engine.distributed import prefork
+from groupwise.training.config import RunConfig
 
 
 @dataclass
@@ -117,16 +118,55 @@ def test_a_result_is_printed_for_people_and_its_exit_code_is_handed_on(
     assert shown.err == ""
 
 
-def test_a_result_is_one_json_object_and_a_dry_run_always_is(
+def test_a_result_and_a_plan_are_one_json_object_on_request(
     rl: Verb, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rl.result = Result({"path": Path("x"), "reward": float("nan"), "words": ["é", (1.5,)]})
-    for option in ("--json", "--dry-run"):
-        assert main(["rl", "-c", "c", "-t", "t", option]) == 0
+    for options in (["--json"], ["--json", "--dry-run"]):
+        assert main(["rl", "-c", "c", "-t", "t", *options]) == 0
         out = capsys.readouterr().out
         assert json.loads(out) == {"path": "x", "reward": None, "words": ["é", [1.5]]}
         assert "é" in out
-        assert rl.calls[-1][1]["dry_run"] is (option == "--dry-run")
+        assert rl.calls[-1][1]["dry_run"] is ("--dry-run" in options)
+
+
+def test_a_plan_reads_as_numbers_settings_and_texts(
+    rl: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig.model_validate({"model": {"name": "tiny"}, "training": {"max_steps": 3}})
+    plan = {
+        "steps": 3,
+        "memory_mib": {"total": 9, "parts": {"a": 1}},
+        "warnings": ["a line"],
+        "rows_left_out": {},
+        "first_prompt": "<user>\x1b[31m\nWhat?",
+    }
+    stage = {"config": config.model_dump(mode="json"), "plan": plan}
+    rl.result = Result({**stage, "warm_up": {"plan": {"steps": 4}}})
+    assert main(["rl", "-c", "c", "-t", "t", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "steps  3",
+        "",
+        "configuration, without defaults (all: --json)",
+        '  model.name          "tiny"',
+        "  training.max_steps  3",
+        '  algorithm.type      "dr_grpo"',
+        "",
+        "memory_mib",
+        "  total    9",
+        "  parts.a  1",
+        "",
+        "warnings",
+        "  a line",
+        "",
+        "first_prompt",
+        "  │ <user>␛[31m",
+        "  │ What?",
+        "",
+        "━━ the warm-up ━━",
+        "",
+        "steps  4",
+    ]
 
 
 # --- failures

@@ -20,7 +20,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main([*WORDS, "--config", "c.yaml", "--dry-run", *words]) == 0
+    assert main([*WORDS, "--config", "c.yaml", "--dry-run", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)["plan"]
 
 

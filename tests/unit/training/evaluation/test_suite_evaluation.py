@@ -191,7 +191,8 @@ def test_everything_ends_with_who_began_it(here, number):
 @pytest.mark.parametrize(("words", "told"), [
     ("", "--suite NAME"), ("--suite math_500", "--endpoint URL"), ("--suite maths --endpoint http://x", "'maths'.*math_500"),
     ("--suite math_500 --endpoint http://x", "--endpoint-model"), ("--suite math_500 --config c.yaml", "--config has no effect"),
-    ("--config c.yaml --temperature 1", "--temperature has no effect"), ("--suite math_500 a=b", "key=value has no effect"),
+    ("--config c.yaml --temperature 1", "--temperature has no effect"), ("--config c.yaml --max-prompts 9", "eval.max_prompts=9"),
+    ("--suite math_500 a=b", "key=value has no effect"),
     ("--suite math_500 --serve 'x {port}'", "neither {policy} nor {merged}"), ("--suite math_500 --serve 'x {policy}'", "{port}"),
     (f"--suite math_500 --serve '{sys.executable} {{policy}} {{port}}'", "--policy"),
     ("--suite all --samples-per-prompt 2 --endpoint http://x", "lcb takes one answer"),
