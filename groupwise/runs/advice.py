@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.core.errors import StoreError
 from groupwise.runs.find import mean_of
-from groupwise.runs.folder import read_config
+from groupwise.runs.folder import is_served, read_config
 from groupwise.runs.store import Store
 
 RECENT = 10
@@ -39,6 +39,11 @@ DO_WITH_A_TOY = (
     "learn: groupwise init -t TASK -m smollm2-135m-instruct."
 )
 """What to do about the metrics of OF_A_TOY in a run of that model. It is said once."""
+DO_WITH_A_TOY_AS_CLIENT = (
+    "That is expected of the model tiny, a toy with random weights: it shows that the client works. One that can learn: start with "
+    "model_id: smollm2-135m-instruct."
+)
+"""The same for a run of the training server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Advice:
     form: str = "{:.0%}"
     alike: bool | None = None
     """Give the advice only if the completions of a group are mostly alike (True) or mostly different (False). None: always."""
+    do_as_client: str = ""
+    """What to do about a run of the training server, if that is not `do`: prompts and rewards are with its clients."""
 
 
 RULES = (
@@ -66,6 +73,8 @@ RULES = (
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
         "than right from wrong, or warm the model up first (warm_up).",
         alike=False,
+        do_as_client="Send prompts that the policy solves sometimes, raise num_completions_per_prompt, or give rewards that tell more than "
+        "right from wrong.",
     ),
     Advice(
         WITHOUT_SIGNAL,
@@ -75,6 +84,7 @@ RULES = (
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
         alike=True,
+        do_as_client="Raise sampler.temperature, or send prompts with more than one way to answer.",
     ),
     Advice(
         SOLVED,
@@ -83,6 +93,8 @@ RULES = (
         "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
         "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
         "that pay for what comes before a right answer.",
+        do_as_client="While the reward rises, go on. If it does not: easier prompts, examples in them, or rewards that pay for what comes "
+        "before a right answer.",
     ),
     Advice(
         SOLVED,
@@ -91,6 +103,7 @@ RULES = (
         "{value} of the completions of the last steps are solved: little is left to learn.",
         "Compare it with the untrained model on held-out prompts (groupwise eval). To go on: harder examples, or a reward that tells good "
         "from very good.",
+        do_as_client="To go on: harder prompts, or a reward that tells good from very good.",
     ),
     Advice(
         "completions/clipped_ratio",
@@ -98,6 +111,8 @@ RULES = (
         lambda value: value > 0.3,
         "{value} of the completions of the last steps are cut off by the length limit.",
         "Read some of them: if the answer is missing, raise sampler.max_completion_length; if it came before, reward brevity or set "
+        "sampler.stop.",
+        do_as_client="Read some of them: if the answer is missing, raise max_completion_length; if it came before, reward brevity or set "
         "sampler.stop.",
     ),
     Advice(
@@ -165,7 +180,9 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     if total := scored + sum(unscored_shares):
         means["rollouts/unscored"] = sum(unscored_shares) / total
     learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
-    is_toy = store.get_meta().get("model") == TOY
+    meta = store.get_meta()
+    is_toy, served = meta.get("model") == TOY, is_served(meta)
+    toy_remedy = DO_WITH_A_TOY_AS_CLIENT if served else DO_WITH_A_TOY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
@@ -178,9 +195,11 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             if rule.metric == LOGPROB_GAP and _updates_between(store):
                 continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
-            do = DO_WITH_A_TOY if is_toy and rule.metric in OF_A_TOY and rule.problem else rule.do
-            if do == DO_WITH_A_TOY and any(given["do"] == do for given in advice):
-                continue
+            do = rule.do_as_client if served and rule.do_as_client else rule.do
+            if is_toy and rule.metric in OF_A_TOY and rule.problem:
+                do = toy_remedy
+                if any(given["do"] == do for given in advice):
+                    continue
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": do})
     return advice

@@ -17,7 +17,8 @@
             lock            held by the process that works on the run
 
 A new run is built in a temporary folder next to its final path and then renamed, so it appears whole. The record holds its state:
-`running` until it ends as `finished`, `interrupted` or `failed`. A run recorded as `running` that no process holds has `crashed`.
+`running` until it ends as `finished`, `stopped` (by a client of the training server), `interrupted` or `failed`. A run recorded as
+`running` that no process holds has `crashed`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from groupwise.runs.records import ResumeRecord
 from groupwise.runs.schema import RECORD
 from groupwise.runs.store import Store
 
-State = Literal["running", "finished", "interrupted", "failed"]
-ShownState = Literal["running", "finished", "interrupted", "failed", "crashed"]
+State = Literal["running", "finished", "stopped", "interrupted", "failed"]
+ShownState = Literal["running", "finished", "stopped", "interrupted", "failed", "crashed"]
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -60,6 +61,8 @@ START = "start"
 """Holds the weights that the run was started from by `--init-from`."""
 TOKENIZER = "tokenizer"
 SERVER_LOG = "vllm.log"
+CLIENTS = "clients"
+"""The fact `task` of a run of the training server: its clients have the prompts and rewards."""
 FINAL_STEP = "final_step"
 """Key of the fact that says after how many steps the weights in `final/` were saved."""
 
@@ -256,6 +259,11 @@ class RunFolder:
                 )
         with suppress(StoreError):
             self.close()
+
+
+def is_served(facts: Mapping[str, Any]) -> bool:
+    """True if these facts of a run say that the training server made it."""
+    return facts.get("task") == CLIENTS and not facts.get("task_file")
 
 
 def read_config(path: Path) -> dict[str, Any]:

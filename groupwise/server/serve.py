@@ -407,8 +407,9 @@ async def _log_events(service: Service) -> None:
             if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
                 step = "" if event.step is None else f" {event.step}"
-                line = f"{event.run_id or 'server'}: {event.kind}{step} {event.message or ''}"
-                logger.log(level, "%s", line.rstrip(), extra={"facts": {"event": event.kind}})
+                message = f": {event.message}" if event.message else ""
+                line = f"{event.run_id or 'server'}: {event.kind}{step}{message}"
+                logger.log(level, "%s", line, extra={"facts": {"event": event.kind}})
         await service.next_event(last_id, LONGEST_WAIT)
 
 

@@ -102,7 +102,8 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         return
     _print_run_facts(facts)
     if facts["rewards"]:
-        to_export = [] if facts["final_step"] is None else [command_to_export(path)]
+        has_weights = facts["final_step"] is not None or facts["checkpoints"]
+        to_export = [command_to_export(path)] if has_weights else []
         print_next(*commands_to_read(path), *to_export)
     elif facts["losses"]:
         print_next(*commands_after_sft(path, None))

@@ -20,7 +20,15 @@ from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import WARM_UP
 from groupwise.runs.find import ENDS, RunInfo, final_step
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flatten, read_config, read_summary
+from groupwise.runs.folder import (
+    CHECKPOINTS,
+    FINAL,
+    RECORD,
+    flatten,
+    is_served,
+    read_config,
+    read_summary,
+)
 from groupwise.runs.lock import holder
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
@@ -50,6 +58,7 @@ def overview_of(path: Path, entry: RunEntry) -> dict[str, Any]:
         meta, warnings, advice = store.get_meta(), store.warnings(), advice_on(store)
         data: dict[str, Any] = {
             **_run_header(path, entry),
+            "served": is_served(meta),
             "metrics": {} if last_step is None else store.step_metrics(last_step),
             "plots": {
                 section: [asdict(plot) for plot in plots]

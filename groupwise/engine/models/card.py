@@ -20,7 +20,7 @@ from groupwise.core.terminal.text import one_line
 from groupwise.engine.models.artefact import is_adapter
 from groupwise.engine.models.bundled import BUNDLED, TINY
 from groupwise.engine.models.hub import may_be_hub_id
-from groupwise.runs.folder import RECORD, read_config
+from groupwise.runs.folder import RECORD, is_served, read_config
 from groupwise.runs.store import Store
 
 OMITTED_SECTIONS = ("callbacks", "run")
@@ -158,6 +158,8 @@ def _yaml_header(
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
     """The task, or the dataset if the run recorded one as its task's name (`task_facts`)."""
+    if is_served(facts):
+        return "prompts and rewards of a training server's clients"
     dataset = facts.get("dataset")
     return (
         _inline_code(_without_path(dataset))
@@ -272,6 +274,8 @@ def _loading_example(
 
 
 def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    if is_served(facts):
+        return f"Data: {_trained_on(facts)}. The config:"
     count = facts.get("examples")
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]

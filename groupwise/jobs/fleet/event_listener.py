@@ -182,7 +182,8 @@ def _event_line(session: Session, event: Event) -> str | None:
         case kind if kind in _PLAIN:
             gpu = f"GPU {detail.get('index')} of {event.vm_id}" if kind in _OF_GPUS else None
             action = kind.partition(".")[2].replace("_", " ")
-            return f"{gpu or event.job_id or event.vm_id or ''} {action}"
+            location = f" on {event.vm_id}" if kind in _OF_CONTACT else ""
+            return f"{gpu or event.job_id or event.vm_id or ''} {action}{location}"
         case _:
             return None
 
@@ -190,14 +191,15 @@ def _event_line(session: Session, event: Event) -> str | None:
 _SHOW_JOB = (events.JOB_SUBMITTED, events.JOB_PENDING, events.ATTEMPT_RUNNING)
 """Events whose line says more of their job."""
 _OF_GPUS = (events.GPU_REPORTED, events.GPU_QUARANTINED)
+_OF_CONTACT = (events.ATTEMPT_UNREACHABLE, events.ATTEMPT_REACHABLE)
+"""Events of an attempt whose line names its machine: the job may run on another one by now."""
 _PLAIN = (
     events.JOB_RETRIED,
     events.JOB_HELD,
     events.JOB_CANCEL_REQUESTED,
     events.ATTEMPT_ADOPTED,
     events.ATTEMPT_LEAKING,
-    events.ATTEMPT_UNREACHABLE,
-    events.ATTEMPT_REACHABLE,
+    *_OF_CONTACT,
     events.VM_ADDED,
     events.VM_LOST,
     events.VM_UNREACHABLE,

@@ -43,6 +43,7 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.retry import Backoff
+from groupwise.core.terminal.quantities import duration
 from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
@@ -68,6 +69,7 @@ from groupwise.jobs.fleet.notify.composite import notifier_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.operations import machines
 from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.status import shortest_deadman
 from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.processes import API, ROLES
 from groupwise.jobs.fleet.requeue import RequeueManager
@@ -114,9 +116,11 @@ def run(
 
     `address`: where to serve the fleet's API meanwhile; None: do not serve it.
     """
+    is_alone = len(roles) == 1
     logging.basicConfig(  # with all roles, only problems are logged: the news cover the rest
-        level=logging.INFO if len(roles) == 1 else logging.WARNING,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        level=logging.INFO if is_alone else logging.WARNING,
+        format="%(asctime)s %(levelname)-7s "
+        + ("%(name)s: %(message)s" if is_alone else "%(message)s"),
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
@@ -562,13 +566,13 @@ class _ControlPlane:
         """Remove the rows of this process, and report how many jobs are still running."""
         owners = [role.owner for role in self._roles]
 
-        def leave(session: Session) -> list[str]:
+        def leave(session: Session) -> tuple[list[str], float | None]:
             session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(owners)))
             query = select(Job.job_id).where(Job.status == JobStatus.RUNNING)
-            return list(session.scalars(query.order_by(Job.created_at)))
+            return list(session.scalars(query.order_by(Job.created_at))), shortest_deadman(session)
 
         try:
-            running_jobs = await self._database.in_thread(leave)
+            running_jobs, deadman = await self._database.in_thread(leave)
         except GroupwiseError as error:
             log.warning("the end could not be written down: %s", error)
             return
@@ -582,5 +586,7 @@ class _ControlPlane:
                 f"The fleet has ended; {', '.join(running_jobs[:3])}{rest_note} {verb} on. "
                 "`groupwise fleet up` picks up where it is then."
             )
+            if deadman is not None:
+                farewell += f" Start it within {duration(deadman)}: then the first machine's deadman ends its jobs."
         with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)

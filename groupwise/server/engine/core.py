@@ -28,6 +28,7 @@ from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.types import (
     Example,
     GroupRequest,
@@ -42,7 +43,7 @@ from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids, render_prompt
 from groupwise.runs import checkpoints
-from groupwise.runs.folder import RECORD, RunFolder
+from groupwise.runs.folder import CLIENTS, RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine.engine_protocol import (
@@ -106,8 +107,6 @@ logger = logging.getLogger(__name__)
 
 KIND = "rl"
 """The run kind noted in its folder: `groupwise rl` and a server leave the same kind of run."""
-CLIENTS = "clients"
-"""The task name noted in the run's folder: prompts and rewards come from clients."""
 METRIC = "reward"
 INCOMPLETE = "\ufffd"
 """Replacement character that a tokenizer writes for bytes that are not, or not yet, a whole character."""
@@ -524,7 +523,11 @@ class EngineCore:
             first, last = first_and_last(run, METRIC)
             if first is not None:
                 summary |= {"reward_first": first, "reward_last": last}
-            await end(run, "finished" if finished else "interrupted", summary)
+            if finished:
+                await end(run, "finished", summary)
+            else:
+                run.folder.finish("stopped", summary)
+                run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
             return str(run.folder.path)
 
     # --- tokenizer, state, end -------------------------------------------------------------------

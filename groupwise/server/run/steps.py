@@ -174,7 +174,7 @@ def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: s
 
 
 def _checkpoint_event(step: int, address: str) -> dict[str, Any]:
-    message = f"resume_from: {address} continues from here"
+    message = f"start with resume_from: {address} to continue from here"
     return {"step": step, "message": message, "data": {"address": address}}
 
 

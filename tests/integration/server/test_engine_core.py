@@ -19,6 +19,7 @@ from groupwise.core.types import Group, LogitsProcessing, Row
 from groupwise.engine.models import tokens
 from groupwise.engine.sampler import json_schemas
 from groupwise.engine.sampler.native.engine import NativeEngine
+from groupwise.runs.folder import read_state
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine import core, hosted_parts
@@ -207,6 +208,7 @@ async def test_what_cannot_be_opened_has_a_code_of_its_own_and_leaves_nothing(
     assert alone.value.code == "full_fine_tuning"
     await engine.close_run(finished=False)
     await engine.close()
+    assert read_state(tmp_path / "served") == "stopped"
     other = {**settings, "training": {**settings["training"], "seed": 4}}
     with pytest.raises(UsageError, match="seed") as differs:
         await EngineCore().open(OpenRun(other, LONGEST_PROMPT, run="served"))

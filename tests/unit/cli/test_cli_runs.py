@@ -148,7 +148,7 @@ class TestShow:
         following = shown.split("\nnext\n")[1]
         assert "runs rollouts sort --worst" in following
         assert "runs show" not in following, "that was this command"
-        assert "runs export" not in following, "it has no weights yet"
+        assert "runs export sort" in following, "the weights of its checkpoint"
         assert "\nnext\n" not in call(runs, "show", "empty"), "it has no step"
         assert "\x1b" not in shown
         assert "load_in_4bit" not in shown, "defaults are left out"

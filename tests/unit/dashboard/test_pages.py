@@ -23,6 +23,7 @@ from groupwise.dashboard import pages
 from groupwise.dashboard.runs.overview import overview_of
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC
+from groupwise.runs.folder import CLIENTS
 from groupwise.runs.lock import RunLock
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
@@ -75,6 +76,19 @@ async def test_each_page_is_html_and_the_same_as_json(
     assert not re.search(r"<script(?![^>]*\ssrc=)|\son\w+=|\sstyle=", page.text)
     data = (await client.get(path, headers={"accept": "application/json"})).json()
     assert (await client.get(path + ("&" if "?" in path else "?") + "format=json")).json() == data
+
+
+@pytest.mark.parametrize(
+    ("facts", "command"),
+    [({}, "groupwise rl --resume"), ({"task": CLIENTS, "task_file": ""}, "groupwise serve")],
+)
+async def test_a_crashed_run_is_continued_by_the_command_that_made_it(
+    tmp_path: Path, facts: dict[str, Any], command: str
+) -> None:
+    write_run(tmp_path / "killed", 1, state="running", facts=facts)
+    async with asking(tmp_path) as client:
+        page = await client.get("/runs/killed", headers={"accept": "text/html"})
+    assert f"<code>{command} " in page.text
 
 
 async def test_pages_of_runs_as_json(client: httpx2.AsyncClient) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.runs.advice import advice_on
+from groupwise.runs.folder import CLIENTS
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 
@@ -64,3 +65,22 @@ def test_a_toy_is_expected_to_solve_nothing(
         advice = advice_on(store)
     assert len(advice) == advised
     assert all(does in each["do"] for each in advice)
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])
+@pytest.mark.parametrize("solved", [0.0, 0.95])
+@pytest.mark.parametrize("distinct", [0.1, 1.0])
+def test_a_client_of_the_server_is_given_no_keys_and_commands_of_a_config(
+    tmp_path: Path, model: str, solved: float, distinct: float
+) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.set_meta({"model": model, "task": CLIENTS, "task_file": ""})
+        numbers = {"frac_reward_zero_std": 1.0, "groups/distinct": distinct, "completions/clipped_ratio": 1.0}  # fmt: skip
+        store.commit_step(
+            StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {**numbers, "rollouts/solved": solved}
+        )
+        advice = advice_on(store)
+    assert len(advice) >= 2
+    text = " ".join(each["do"] for each in advice)
+    for wrong in ("groupwise ", "warm_up", "data.", "training.", "sampler.max_completion_length"):
+        assert wrong not in text

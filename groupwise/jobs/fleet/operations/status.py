@@ -139,15 +139,24 @@ def _role_alarms(session: Session) -> Iterator[Document]:
     missing = missing_roles(session)
     if missing:
         is_none_running = len(missing) == len(NEEDED_ROLES)
+        deadman = shortest_deadman(session) if is_none_running else None
         yield _alarm(
             "role_missing",
             "no part of the control plane is running"
             if is_none_running
             else f"no process has the role of {' and '.join(missing)}",
             "`groupwise fleet up` starts all of them, "
-            f"`groupwise fleet run {missing[0]}` {'the first' if is_none_running else 'it'} alone",
+            f"`groupwise fleet run {missing[0]}` {'the first' if is_none_running else 'it'} alone"
+            + (f"; meanwhile a deadman ({duration(deadman)}) may end jobs" if deadman else ""),
             roles=missing,
         )
+
+
+def shortest_deadman(session: Session) -> float | None:
+    """Seconds after which the first machine ends a job by itself if the control plane is away; None: each job runs on."""
+    deadman = Member.handle["deadman"].as_float()
+    query = select(func.min(deadman)).join(Attempt, Attempt.epoch == Member.epoch)
+    return session.scalar(query.where(Attempt.state != AttemptState.ENDED))
 
 
 def _mixed_process_alarms(session: Session) -> Iterator[Document]:

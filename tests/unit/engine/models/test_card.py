@@ -17,7 +17,7 @@ from groupwise.engine.models.load import load_model
 from groupwise.engine.models.lora import AdaptedModel
 from groupwise.engine.models.lora_config import new_lora_config
 from groupwise.engine.models.tokenizer import load_tokenizer
-from groupwise.runs.folder import RunFolder
+from groupwise.runs.folder import CLIENTS, RunFolder
 from groupwise.runs.records import EvaluationRecord
 
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4]])
@@ -64,6 +64,12 @@ def test_what_the_hub_reads(tmp_path, weights):
     told = front(model_card(local, weights, 8, merged=True))
     assert not {"license", "base_model"} & told.keys()
     assert told["library_name"] == "transformers"
+
+
+def test_a_run_of_clients_has_no_task(tmp_path, weights):
+    card = model_card(run_folder(tmp_path / "runs", {"task": CLIENTS, "task_file": ""}), weights, 8)
+    assert card.count("prompts and rewards of a training server's clients") == 2
+    assert f"`{CLIENTS}`" not in card
 
 
 def test_names_in_it_are_names_whatever_they_hold(tmp_path, weights):

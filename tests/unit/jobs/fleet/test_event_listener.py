@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+from sqlalchemy import func, select
 
 from groupwise.jobs.fleet import event_listener
+from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Event
 from tests.fleet_api import place_in
+from tests.unit.jobs.fleet.queue_helpers import add_machine, claim_some, submit
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +49,21 @@ async def test_the_greeting_names_the_folder_if_it_is_not_the_default(
     assert option in await greeting()
     monkeypatch.setattr(event_listener, "DEFAULT_FOLDER", str(place_in(tmp_path).folder))
     assert "--fleet" not in await greeting()
+
+
+async def test_a_line_about_a_silent_machine_names_machine_and_job(
+    database: Database, tmp_path: Path
+) -> None:
+    add_machine(database, "gpu-1")
+    job_id = submit(database)
+    (claimed,) = claim_some(database)
+    listener = EventListener(place_in(tmp_path), database, print)
+    newest = select(func.max(Event.event_id))
+    for silent in (True, False):
+        listener._position = database.read(lambda s: s.scalar(newest)) or 0
+        database.run(
+            lambda s, to=silent: records.record_contact(s, claimed.epoch, "me", 0, silent=to)
+        )
+        [line], _ = database.read(listener._next_lines)
+        assert "gpu-1" in line
+        assert job_id in line

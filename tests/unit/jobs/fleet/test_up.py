@@ -10,11 +10,15 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet import processes, up
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.operations import status
+from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store import schema, triggers
 from groupwise.jobs.fleet.store.database import Database, migrate
 from groupwise.jobs.fleet.store.tables import VM
 from groupwise.jobs.fleet.store.triggers import Rule
+from tests.unit.jobs.fleet.queue_helpers import add_machine, claim_some, finish, submit
 
 
 def begin(database: Database, folder: Path, *roles: str, url: str | None = None) -> str | None:
@@ -74,6 +78,33 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
         control._on_stop_signal(15)
         assert control._stopping.is_set()
         assert ended == expected
+
+
+async def test_the_end_names_the_jobs_that_run_on_and_the_deadman_that_ends_them(
+    database: Database, tmp_path: Path
+) -> None:
+    place = FleetPlace(tmp_path, FleetSettings())
+
+    async def farewell() -> str:
+        lines = list[str]()
+        await up._ControlPlane(place, database, up.ROLES, lines.append)._sign_off()
+        return "\n".join(lines)
+
+    def remedies() -> str:
+        alarms = database.read(lambda s: list(status.alarms(s, Actor("up"))))
+        return next(alarm["remedy"] for alarm in alarms if alarm["kind"] == "role_missing")
+
+    add_machine(database, "rented")
+    job_id = submit(database)
+    assert job_id not in await farewell()
+    (claimed,) = claim_some(database)
+    assert job_id in await farewell()
+    assert "deadman" not in await farewell() + remedies()
+    database.run(lambda s: records.record_deadman(s, claimed.epoch, "me", 0, 120.0))
+    assert "2 min" in await farewell()
+    assert "2 min" in remedies()
+    finish(database, job_id)
+    assert "deadman" not in await farewell() + remedies()
 
 
 # --- what it says of itself -----------------------------------------------------------------------

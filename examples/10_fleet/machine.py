@@ -1,0 +1,66 @@
+"""Plays a machine of a fleet: an SSH server on this one, for this user only.
+
+    python examples/10_fleet/machine.py FOLDER PORT
+
+It prints the command that adds it. Ctrl-C makes it unreachable, and the same command brings it back. What runs there goes on meanwhile.
+"""
+
+import contextlib
+import getpass
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+folder, port = Path(sys.argv[1]).absolute(), int(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+if sshd is None:
+    sys.exit("there is no sshd here: install the package openssh-server")
+
+for key in (folder / "login", folder / "host_key"):
+    if not key.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+settings = [
+    f"Port={port}",
+    "ListenAddress=127.0.0.1",
+    f'HostKey="{folder}/host_key"',
+    f'AuthorizedKeysFile="{folder}/login.pub"',
+    "PasswordAuthentication=no",
+    "KbdInteractiveAuthentication=no",
+    "StrictModes=no",
+    "PidFile=none",
+    "LogLevel=ERROR",
+]
+# in a process group of its own, so that Ctrl-C comes to this program alone
+server = subprocess.Popen(
+    [sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{each}" for each in settings)],
+    start_new_session=True,
+)
+
+shown = subprocess.run(
+    ["ssh-keygen", "-lf", folder / "host_key.pub"], check=True, capture_output=True, text=True
+)
+options = {
+    "--host": f"{getpass.getuser()}@127.0.0.1:{port}",
+    "--key": f"{folder}/login",
+    "--workdir": f"{folder}/work",
+    "--trust": shown.stdout.split()[1],
+}
+words = [word for option in options.items() for word in option]
+print(f"groupwise fleet vm add {shlex.quote(folder.name)} {shlex.join(words)}", flush=True)
+
+for sent in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(sent, signal.default_int_handler)
+try:
+    server.wait()
+    sys.exit("sshd has ended by itself; it says above why")
+except KeyboardInterrupt:
+    connections = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    for process in (server.pid, *map(int, connections)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    server.wait()
