@@ -324,7 +324,7 @@ def started_by_torchrun(words: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *alone, *adapted]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stderr}"
-    assert '"learners": 2' in ended.stdout
+    assert re.search(r"^  learners +2$", ended.stdout, re.MULTILINE)
 
 
 def look_at(words: list[str]) -> None:
