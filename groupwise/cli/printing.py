@@ -218,9 +218,11 @@ def print_table(rows: Sequence[Sequence[str]], least: Mapping[int, int] | None =
 
 
 def round_number(value: Any) -> str:
-    """A number with four significant digits."""
+    """A number with four significant digits; from ten thousand on, a whole number with commas."""
     if value is None:
         return ""
+    if isinstance(value, float) and 9_999.5 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

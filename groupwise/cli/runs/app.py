@@ -58,6 +58,9 @@ LIMITS = {"turns": "max_turns", "tokens": "the length limit"}
 MAX_NAMED = 100
 """Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 
+WIDE = 100
+"""Columns from which the list of runs shows years."""
+
 app = typer.Typer(rich_markup_mode=None)
 
 
@@ -77,8 +80,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"no runs in {dir}", err=True)
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
-    rows = [head, *(_info_row(info) for info in infos)]
-    least = {"model": 12, "task": 8, "started": len("2026-11-30…"), "name": 12}
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDE
+    rows = [head, *(_info_row(info, narrow=narrow) for info in infos)]
+    least = {"model": 8, "task": 6, "name": 12}
     print_table(rows, {head.index(name): width for name, width in least.items()})
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
@@ -215,7 +219,7 @@ def _info_json(info: RunInfo) -> dict[str, Any]:
     return {**asdict(info), "path": str(info.path)}
 
 
-def _info_row(info: RunInfo) -> tuple[str, ...]:
+def _info_row(info: RunInfo, *, narrow: bool) -> tuple[str, ...]:
     if info.broken:
         return (info.name, "broken", "", "", "", "", "")
     total = f"/{info.max_steps}" if info.max_steps is not None else ""
@@ -228,7 +232,7 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
         info.state or "",
         f"{info.steps}{total}",
         name + " → ".join(values) if values else "",
-        moment(info.started),
+        moment(info.started)[len("2026-") if narrow else 0 :],  # leaves room for names
         shorten(info.model or "", 32),
         shorten(info.task or "", 32),
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
+from groupwise.cli.printing import (
+    commands_after_run,
+    commands_after_sft,
+    print_pairs,
+    print_table,
+    round_number,
+)
 from groupwise.cli.rl import write_outcome
 from groupwise.cli.runs.app import app, list_command
 from groupwise.core.errors import RunNotFoundError, UsageError
@@ -110,6 +117,18 @@ class TestList:
         list_command(runs)
         words = shlex.split(capsys.readouterr().out.splitlines()[-2])
         assert words == ["groupwise", "runs", "show", "sort", "--dir", str(runs)]
+
+    def test_a_narrow_terminal_shows_names_and_hours_whole(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "80")
+        (runs / "sort").rename(runs / "sort-with-seed-17")
+        list_command(runs)
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.startswith("sort-with-seed-17  "))
+        assert re.search(r"  \d\d-\d\d \d\d:\d\d  ", line)
+        assert all(len(line) <= 80 for line in lines[:3])
 
     def test_what_is_printed_fits_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -278,6 +297,12 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     assert [shlex.split(line)[-1] for line, _ in commands_after_sft(runs / "sort", "task.py")] == [
         str(runs / "sort")
     ] * 2
+
+
+def test_large_numbers_are_whole_and_small_ones_have_four_digits() -> None:
+    numbers = [25410.0, 9999.4, -1234567.0, 0.0645678, 3, None]
+    shown = ["25,410", "9999", "-1,234,567", "0.06457", "3", ""]
+    assert [round_number(number) for number in numbers] == shown
 
 
 def test_the_outcome_of_a_run_says_its_warnings_in_words(
