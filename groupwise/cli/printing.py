@@ -26,8 +26,20 @@ MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
+
+
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
+    """For the completion in a shell: the runs in the folder that the command line names."""
+    folder = Path(context.params.get("dir") or RUNS)
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path.name for path in found if path.is_dir() and path.name.startswith(incomplete))
+
+
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN", help="Name of a run, or path of its folder.", autocompletion=run_names
+    ),
 ]
 
 
@@ -118,7 +130,8 @@ def command_to_show(folder: Path) -> tuple[str, str]:
 
 def command_to_export(folder: Path) -> tuple[str, str]:
     """The command that writes a run's weights."""
-    line = f"groupwise runs export {shlex.quote(folder.name)} --help"
+    name = shlex.quote(folder.name)
+    line = f"groupwise runs export {name} --to merged --output {name}-model{dir_option(folder)}"
     return line, "the weights as a model for others to load"
 
 

@@ -92,8 +92,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
     if sys.stdout.isatty():  # a pipe gets the table alone
-        newest = infos[0].path
-        print_next(command_to_show(newest))
+        readable = [info.path for info in infos if not info.broken]
+        if readable:  # the newest is the last one
+            print_next(command_to_show(readable[-1]))
 
 
 @command(app, "show")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -114,9 +115,20 @@ class TestList:
         list_command(runs)
         assert "next" not in capsys.readouterr().out
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        (runs / "torn").mkdir()
         list_command(runs)
         words = shlex.split(capsys.readouterr().out.splitlines()[-2])
-        assert words == ["groupwise", "runs", "show", "sort", "--dir", str(runs)]
+        assert words == ["groupwise", "runs", "show", "empty", "--dir", str(runs)]
+
+    @pytest.mark.parametrize("verb", ["show", "export"])
+    def test_a_shell_completes_the_names_of_runs(self, runs: Path, verb: str) -> None:
+        asked = {"COMP_WORDS": f"groupwise runs {verb} --dir {runs} s", "COMP_CWORD": "5"}
+        environment = os.environ | asked | {"_GROUPWISE_COMPLETE": "complete_bash"}
+        groupwise = Path(sys.executable).with_name("groupwise")
+        shown = subprocess.run(
+            [groupwise], check=True, env=environment, capture_output=True, text=True
+        )
+        assert shown.stdout.split() == ["sort"]
 
     def test_a_narrow_terminal_shows_names_and_hours_whole(
         self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
