@@ -170,7 +170,8 @@ def sft(
     dry_run: Annotated[
         bool,
         flag(
-            "Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
+            "Print the plan and the first rows with ⟦trained parts⟧, with --json also the whole config; "
+            "train nothing.",
             "--dry-run",
         ),
     ] = False,
