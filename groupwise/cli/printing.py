@@ -103,6 +103,22 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
             print_text("\n".join(margin + line for line in fold(str(text), len(margin))))
 
 
+def print_held_out(held_out: Mapping[str, Any]) -> None:
+    """Print the evaluations of a run side by side, and whether the reward rises."""
+    from groupwise.cli.output import measured_value
+
+    columns = {"base": "base model", "before": "before", "after": "after"}
+    shown = [name for name in columns if name in held_out]  # the base only of a warmed-up run
+    print_text(f"\nthe same {counted(held_out['prompts'], 'held-out prompt')}, with 95 % intervals")
+    rows = [
+        (f"  {metric}", *(measured_value(held_out[name][metric]) for name in shown))
+        for metric in held_out["after"]
+    ]
+    print_table([("  metric", *(columns[name] for name in shown)), *rows])
+    verdict = "rises" if held_out["rises"] else "has not clearly risen"
+    print_text(f"  change in reward: {measured_value(held_out['change'])}; it {verdict}")
+
+
 def print_next(*commands: tuple[str, str]) -> None:
     """Print the commands that are useful now, each with its purpose below it."""
     print_text("\nnext")

@@ -138,6 +138,7 @@ def write_outcome(
     from groupwise.cli.printing import (
         commands_after_run,
         print_advice,
+        print_held_out,
         print_next,
         print_plan,
         print_warnings,
@@ -151,9 +152,11 @@ def write_outcome(
         if after_plan:
             print_next((after_plan, "the training"))
         return
-    in_words = ("advice", "warnings")
+    in_words = ("advice", "warnings", "held_out")
     values = {name: value for name, value in summary.items() if name not in in_words}
     write_result(values, as_json=False)
+    if summary.get("held_out"):
+        print_held_out(summary["held_out"])
     warnings = summary.get("warnings", ())
     print_warnings((w["step"], w["signal"], w["kind"], w["message"]) for w in warnings)
     print_advice(summary.get("advice", ()))

@@ -325,3 +325,29 @@ def test_the_outcome_of_a_run_says_its_warnings_in_words(
     assert (
         capsys.readouterr().out == "run  sort\n\nwarnings\n  after 3 steps  length begins: grows\n"
     )
+
+
+def test_the_outcome_of_a_run_has_its_evaluations_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    low, high = ({"value": v, "low": v / 2, "high": v * 1.5} for v in (0.1, 0.6))
+    length = {"value": 48.0}
+    held_out = {
+        "prompts": 128,
+        "change": {"value": 0.5, "low": 0.4, "high": 0.6},
+        "rises": True,
+        "before": {"reward": low, "completions/mean_length": length},
+        "after": {"reward": high, "completions/mean_length": {"value": 12.5}},
+    }
+    write_outcome({"run": "sort", "held_out": held_out}, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "run  sort",
+        "",
+        "the same 128 held-out prompts, with 95 % intervals",
+        "  metric                   before                after",
+        "  reward                   0.100 [0.050, 0.150]  0.600 [0.300, 0.900]",
+        "  completions/mean_length  48                    12.5",
+        "  change in reward: 0.500 [0.400, 0.600]; it rises",
+    ]
+    write_outcome({"held_out": {**held_out, "base": held_out["before"]}}, as_json=False)
+    assert "  metric                   base model            before  " in capsys.readouterr().out
