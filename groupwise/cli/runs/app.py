@@ -26,6 +26,7 @@ from groupwise.cli.printing import (
     command_to_show,
     commands_after_sft,
     commands_to_read,
+    dir_option,
     indent,
     moment,
     print_advice,
@@ -170,6 +171,8 @@ def rollouts(
         typer.echo("no rollouts like that", err=True)
     else:
         _print_rollouts(views)
+        if sys.stdout.isatty():
+            print_next((f"groupwise web{dir_option(path)}", "them token by token, in a browser"))
 
 
 @command(app, "plot")

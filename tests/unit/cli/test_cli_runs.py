@@ -21,7 +21,7 @@ from groupwise.cli.printing import (
     round_number,
 )
 from groupwise.cli.rl import write_outcome
-from groupwise.cli.runs.app import app, list_command
+from groupwise.cli.runs.app import app, list_command, rollouts
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.runs import checkpoints
@@ -211,6 +211,14 @@ class TestRollouts:
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
         assert call(runs, "rollouts", "sort", "--text", "nowhere") == ""
         assert call(runs, "rollouts", "empty") == ""
+
+    def test_a_terminal_is_told_where_to_read_on(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        rollouts("sort", runs)
+        words = shlex.split(capsys.readouterr().out.splitlines()[-2])
+        assert words == ["groupwise", "web", "--dir", str(runs)]
 
     def test_options(self, runs: Path) -> None:
         for options, found in (
