@@ -24,6 +24,8 @@ from groupwise.core.terminal.text import clean, one_line, shorten
 
 MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
+ABSENT = ("0", "false", "null")
+"""What a plan does not show, since the run has none of it. `--json` has it."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
 
@@ -60,7 +62,8 @@ def print_plan(summary: Mapping[str, Any]) -> None:
         print_settings(summary["config"])
     for name, value in plan.items():
         if isinstance(value, dict):
-            print_section(name, [*flatten(cast("dict[str, Any]", value)).items()])
+            parts = flatten(cast("dict[str, Any]", value)).items()
+            print_section(name, [pair for pair in parts if pair[1] not in ABSENT])
         elif value and not _is_short(value):
             print_text(f"\n{name}")
             for entry in cast("list[Any]", value) if isinstance(value, list) else [value]:

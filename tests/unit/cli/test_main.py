@@ -136,7 +136,7 @@ def test_a_plan_reads_as_numbers_settings_and_texts(
     config = RunConfig.model_validate({"model": {"name": "tiny"}, "training": {"max_steps": 3}})
     plan = {
         "steps": 3,
-        "memory_mib": {"total": 9, "parts": {"a": 1}},
+        "memory_mib": {"total": 9, "teacher": 0, "parts": {"a": 1}},
         "warnings": ["a line"],
         "rows_left_out": {},
         "first_prompt": "<user>\x1b[31m\nWhat?",
