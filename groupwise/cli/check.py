@@ -62,8 +62,7 @@ def check(
         findings.show_text(prompt)
     findings.show_verdict(report)
     if not report.exit_code and config is None and task_module is not None:
-        line = command_line("init", None, task_module, "-m", "smollm2-135m-instruct")
-        print_next((line, "a config for this task, a model and this machine"))
+        print_next(_command_to_configure(task_module))
     elif not report.exit_code:
         line = command_line("rl", config, task_module, *(overrides or ()))
         print_next((line, "the training"))
@@ -109,13 +108,25 @@ def doctor(
         write_json(report.summary)
     else:
         findings.show_verdict(report)
-        if not report.exit_code and task_module is not None:
+        if report.exit_code:
+            pass
+        elif task_module is not None and config is None and not overrides:
+            print_next(_command_to_configure(task_module))
+        elif task_module is not None:
             line = command_line("rl", config, task_module, *(overrides or ()))
             print_next((line, "the training"))
-        elif not report.exit_code and config is None:
+        elif config is None:
             line = command_line("check", None, "TASK.py")
             print_next((line, "whether the rewards of your task can teach anything"))
     raise typer.Exit(report.exit_code)
+
+
+def _command_to_configure(task: str) -> tuple[str, str]:
+    """The command that writes a config for a task."""
+    from groupwise.cli.printing import command_line
+
+    line = command_line("init", None, task, "-m", "smollm2-135m-instruct")
+    return line, "a config for this task, a model and this machine"
 
 
 def _clear_weight_cache(*, as_json: bool) -> None:

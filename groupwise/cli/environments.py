@@ -60,7 +60,7 @@ def install(
         own = installed.name_of(package)
         module = "NAME" if usual else made.name if own == library else own
         where = "" if made.name == (usual or module) else f" task.environment={made.name}"
-        say(f"next: groupwise rl --config C.yaml --task-module {kind}:{module}{where}")
+        say(f"next: groupwise check --task-module {kind}:{module}{where}")
 
 
 def list_environments(as_json: AsJson = False) -> None:

@@ -189,6 +189,9 @@ def _evaluate_task(
     for number, comparison in enumerate(comparisons):
         typer.echo("\n" if number else "", nl=False)
         print_comparison(comparison)
+    first, *_, last = (str(result.path) for result in results if result.path)
+    line = command_line("runs compare", None, None, first, last, "--rows", "5")
+    print_next((line, "the prompts that changed most"))
 
 
 def _evaluate_suites(

@@ -77,12 +77,17 @@ def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tup
         inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
         if inner is None:
             yield name, _format_value(value)
-        elif set(inner) == {"value", "low", "high"}:
-            yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(inner)
-        elif set(inner) == {"value"}:
-            yield name, _format_value(inner["value"])
+        elif set(inner) in ({"value", "low", "high"}, {"value"}):
+            yield name, measured_value(inner)
         else:
             yield from _flatten_values(inner, f"{name}.")
+
+
+def measured_value(measured: Mapping[str, Any]) -> str:
+    """A value as text, with its interval if it has one."""
+    if "low" in measured:
+        return "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(measured)
+    return _format_value(measured["value"])
 
 
 def _format_value(value: Any) -> str:

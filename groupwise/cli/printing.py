@@ -24,10 +24,24 @@ from groupwise.core.terminal.text import clean, one_line, shorten
 
 MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
+ABSENT = ("0", "false", "null")
+"""What a plan does not show, since the run has none of it. `--json` has it."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
+
+
+def run_names(context: typer.Context, incomplete: str) -> list[str]:
+    """For the completion in a shell: the runs in the folder that the command line names."""
+    folder = Path(context.params.get("dir") or RUNS)
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path.name for path in found if path.is_dir() and path.name.startswith(incomplete))
+
+
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN", help="Name of a run, or path of its folder.", autocompletion=run_names
+    ),
 ]
 
 
@@ -48,7 +62,8 @@ def print_plan(summary: Mapping[str, Any]) -> None:
         print_settings(summary["config"])
     for name, value in plan.items():
         if isinstance(value, dict):
-            print_section(name, [*flatten(cast("dict[str, Any]", value)).items()])
+            parts = flatten(cast("dict[str, Any]", value)).items()
+            print_section(name, [pair for pair in parts if pair[1] not in ABSENT])
         elif value and not _is_short(value):
             print_text(f"\n{name}")
             for entry in cast("list[Any]", value) if isinstance(value, list) else [value]:
@@ -91,6 +106,22 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
             print_text("\n".join(margin + line for line in fold(str(text), len(margin))))
 
 
+def print_held_out(held_out: Mapping[str, Any]) -> None:
+    """Print the evaluations of a run side by side, and whether the reward rises."""
+    from groupwise.cli.output import measured_value
+
+    columns = {"base": "base model", "before": "before", "after": "after"}
+    shown = [name for name in columns if name in held_out]  # the base only of a warmed-up run
+    print_text(f"\nthe same {counted(held_out['prompts'], 'held-out prompt')}, with 95 % intervals")
+    rows = [
+        (f"  {metric}", *(measured_value(held_out[name][metric]) for name in shown))
+        for metric in held_out["after"]
+    ]
+    print_table([("  metric", *(columns[name] for name in shown)), *rows])
+    verdict = "rises" if held_out["rises"] else "has not clearly risen"
+    print_text(f"  change in reward: {measured_value(held_out['change'])}; it {verdict}")
+
+
 def print_next(*commands: tuple[str, str]) -> None:
     """Print the commands that are useful now, each with its purpose below it."""
     print_text("\nnext")
@@ -118,7 +149,8 @@ def command_to_show(folder: Path) -> tuple[str, str]:
 
 def command_to_export(folder: Path) -> tuple[str, str]:
     """The command that writes a run's weights."""
-    line = f"groupwise runs export {shlex.quote(folder.name)} --help"
+    name = shlex.quote(folder.name)
+    line = f"groupwise runs export {name} --to merged --output {name}-model{dir_option(folder)}"
     return line, "the weights as a model for others to load"
 
 
@@ -218,9 +250,11 @@ def print_table(rows: Sequence[Sequence[str]], least: Mapping[int, int] | None =
 
 
 def round_number(value: Any) -> str:
-    """A number with four significant digits."""
+    """A number with four significant digits; from ten thousand on, a whole number with commas."""
     if value is None:
         return ""
+    if isinstance(value, float) and 9_999.5 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

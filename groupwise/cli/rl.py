@@ -47,14 +47,18 @@ Overrides = Annotated[
 ]
 
 
-def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
+def config_of(
+    config: Path | None, overrides: list[str] | None, task: str | None = None
+) -> Path | dict[str, Any]:
     """The path of the config, or an empty config that consists only of defaults and overrides."""
     if config is None and not overrides:
+        from groupwise.cli.printing import command_line
         from groupwise.core.errors import UsageError
 
+        line = command_line("init", None, task or "TASK", "-m", "smollm2-135m-instruct")
         raise UsageError(
-            "Missing option '--config'. `groupwise init --task-module TASK --model MODEL` writes such a YAML file. Or give every key "
-            "that you need as key=value: model.name=tiny …"
+            f"Missing option '--config'. `{line}` writes such a YAML file. Or give every key that you need as key=value: "
+            "model.name=tiny …"
         )
     return {} if config is None else config
 
@@ -84,6 +88,14 @@ class ResumeOptions:
             typer.echo(f"resuming from {checkpoint}, which {RESUME_VARIABLE} names", err=True)
             return {**dict.fromkeys(options), "resume": False, "resume_from": checkpoint}
         return options
+
+    def words(self) -> list[str]:
+        """The options as they stand in a command."""
+        given = {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items()}
+        pairs = (
+            [name] if value is True else [name, value] for name, value in given.items() if value
+        )
+        return [word for pair in pairs for word in pair]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +128,17 @@ def write_outcome(
     *,
     as_json: bool,
     commands_after: Callable[[Path], list[tuple[str, str]]] | None = None,
+    after_plan: str | None = None,
 ) -> None:
-    """Write a plan or a result: as JSON, or as text with advice and the next commands (by default, those after a run of `rl`)."""
+    """Write a plan or a result: as JSON, or as text with advice and the next commands (by default, those after a run of `rl`).
+
+    `after_plan` is the command that trains by the plan.
+    """
     from groupwise.cli.output import write_json, write_result
     from groupwise.cli.printing import (
         commands_after_run,
         print_advice,
+        print_held_out,
         print_next,
         print_plan,
         print_warnings,
@@ -132,10 +149,14 @@ def write_outcome(
         return
     if "plan" in summary:
         print_plan(summary)
+        if after_plan:
+            print_next((after_plan, "the training"))
         return
-    in_words = ("advice", "warnings")
+    in_words = ("advice", "warnings", "held_out")
     values = {name: value for name, value in summary.items() if name not in in_words}
     write_result(values, as_json=False)
+    if summary.get("held_out"):
+        print_held_out(summary["held_out"])
     warnings = summary.get("warnings", ())
     print_warnings((w["step"], w["signal"], w["kind"], w["message"]) for w in warnings)
     print_advice(summary.get("advice", ()))
@@ -152,7 +173,8 @@ def sft(
     dry_run: Annotated[
         bool,
         flag(
-            "Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
+            "Print the plan and the first rows with ⟦trained parts⟧, with --json also the whole config; "
+            "train nothing.",
             "--dry-run",
         ),
     ] = False,
@@ -186,15 +208,21 @@ def _train(
         else:
             from groupwise.training.loops.sft_start import sft as train
         result = train(
-            config_of(config, overrides),
+            config_of(config, overrides, task_module),
             task_module,
             overrides=tuple(overrides or ()),
             dry_run=dry_run,
             **start.keywords(),
         )
-    from groupwise.cli.printing import commands_after_run, commands_after_sft
+    from groupwise.cli.printing import command_line, commands_after_run, commands_after_sft
 
     after_sft = partial(commands_after_sft, task=task_module)
     commands_after = commands_after_run if kind == "rl" else after_sft
-    write_outcome(result.summary, as_json=as_json, commands_after=commands_after)
+    words = (*start.words(), *(overrides or ()))
+    write_outcome(
+        result.summary,
+        as_json=as_json,
+        commands_after=commands_after,
+        after_plan=command_line(kind, config, task_module, *words),
+    )
     raise typer.Exit(result.exit_code)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def test_several_policies_in_one_command(runs, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("A  with@4 (")
     assert "3 answered by both" in shown
+    assert main(shlex.split(shown.splitlines()[-2])[1:]) == 0, "the command that it names next"
+    capsys.readouterr()
     assert main([*command, "--policy", "base", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]

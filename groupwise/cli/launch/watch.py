@@ -125,7 +125,8 @@ def watch(
     seconds = document["seconds"]
     duration = "" if seconds is None else f" after {seconds:.0f} s"
     say(f"{note.name} {document['state']}{duration}: {document['reason']}")
-    say(f"fetched {counted(len(document['files']), 'file')} to {folder}")
+    others = "" if document["files"] else "; --output PATH names what to fetch"
+    say(f"fetched {counted(len(document['files']), 'file')} to {folder}{others}")
     if document["cost"] is not None:
         say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
     for run in document["runs"]:

@@ -26,6 +26,7 @@ from groupwise.cli.printing import (
     command_to_show,
     commands_after_sft,
     commands_to_read,
+    dir_option,
     indent,
     moment,
     print_advice,
@@ -58,6 +59,9 @@ LIMITS = {"turns": "max_turns", "tokens": "the length limit"}
 MAX_NAMED = 100
 """Largest number of a run's tasks for which a name is checked before the search; with more, only the search shows if it exists."""
 
+WIDE = 100
+"""Columns from which the list of runs shows years."""
+
 app = typer.Typer(rich_markup_mode=None)
 
 
@@ -77,8 +81,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         typer.echo(f"no runs in {dir}", err=True)
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
-    rows = [head, *(_info_row(info) for info in infos)]
-    least = {"model": 12, "task": 8, "started": len("2026-11-30…"), "name": 12}
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDE
+    rows = [head, *(_info_row(info, narrow=narrow) for info in infos)]
+    least = {"model": 8, "task": 6, "name": 12}
     print_table(rows, {head.index(name): width for name, width in least.items()})
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
@@ -88,8 +93,9 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
         typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
     if sys.stdout.isatty():  # a pipe gets the table alone
-        newest = infos[0].path
-        print_next(command_to_show(newest))
+        readable = [info.path for info in infos if not info.broken]
+        if readable:  # the newest is the last one
+            print_next(command_to_show(readable[-1]))
 
 
 @command(app, "show")
@@ -165,6 +171,8 @@ def rollouts(
         typer.echo("no rollouts like that", err=True)
     else:
         _print_rollouts(views)
+        if sys.stdout.isatty():
+            print_next((f"groupwise web{dir_option(path)}", "them token by token, in a browser"))
 
 
 @command(app, "plot")
@@ -215,7 +223,7 @@ def _info_json(info: RunInfo) -> dict[str, Any]:
     return {**asdict(info), "path": str(info.path)}
 
 
-def _info_row(info: RunInfo) -> tuple[str, ...]:
+def _info_row(info: RunInfo, *, narrow: bool) -> tuple[str, ...]:
     if info.broken:
         return (info.name, "broken", "", "", "", "", "")
     total = f"/{info.max_steps}" if info.max_steps is not None else ""
@@ -228,7 +236,7 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
         info.state or "",
         f"{info.steps}{total}",
         name + " → ".join(values) if values else "",
-        moment(info.started),
+        moment(info.started)[len("2026-") if narrow else 0 :],  # leaves room for names
         shorten(info.model or "", 32),
         shorten(info.task or "", 32),
     )

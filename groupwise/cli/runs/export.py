@@ -20,10 +20,16 @@ from groupwise.cli.printing import (
     commands_to_read,
     print_next,
     print_pairs,
+    run_names,
 )
 
 Policy = Annotated[
-    str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")
+    str,
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        help="Name of a run, or path of its folder.",
+        autocompletion=run_names,
+    ),
 ]
 
 

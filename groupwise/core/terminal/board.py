@@ -166,10 +166,10 @@ class Board:
         numbers = [
             ("kl", self._metric_text("kl", "{:.4f}")),
             ("entropy", self._metric_text("entropy", "{:.3f}")),
-            ("log-prob gap", self._metric_text("sampling/logprob_gap", "{:.1e}")),
+            ("gap", self._metric_text("sampling/logprob_gap", "{:.1e}")),
             ("length", self._metric_text("completions/mean_length", "{:.1f} tokens")),
             ("truncated", self._metric_text("completions/clipped_ratio", "{:.0%}")),
-            ("groups without signal", self._metric_text("frac_reward_zero_std", "{:.0%}")),
+            ("no signal", self._metric_text("frac_reward_zero_std", "{:.0%}")),
             ("grad norm", self._metric_text("grad_norm", "{:.3g}")),
             ("learning rate", self._metric_text("learning_rate", "{:.2e}")),
             ("loss", self._metric_text("loss", "{:z.4f}") if self._has_rewards() else None),

@@ -423,7 +423,7 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
     others = f"It has: {', '.join(labels)}" if labels else "It has no other either"
     return (
         f"The run {run.name!r} has no evaluation{description} on record. {others}. If the weights are still there, "
-        f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one."
+        f"`groupwise eval -c CONFIG -t TASK --policy {run.name}{'' if step is None else f'@{step}'}` makes one."
     )
 
 

@@ -68,3 +68,23 @@ def test_problems_end_with_1_and_json_is_one_object_with_everything(
         assert written["error"]["code"] == "check_failed"
         assert [each["name"] for each in written["findings"]] == ["hooks", "spread"]
         assert written["table"] == DETAILS["table"]
+
+
+@pytest.mark.parametrize(
+    ("words", "following"),
+    [
+        (["-t", "t"], "init -t t -m smollm2-135m-instruct"),
+        (["-t", "t", "model.name=tiny"], "rl -t t model.name=tiny"),
+        (["-t", "t", "-c", "c.yaml"], "rl -c c.yaml -t t"),
+        ([], "check -t TASK.py"),
+    ],
+)
+def test_a_doctor_names_a_command_that_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    following: str,
+):
+    replaced(monkeypatch, "doctor", GOOD)
+    assert main(["doctor", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == f"  groupwise {following}"

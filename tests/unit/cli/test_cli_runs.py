@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,9 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.printing import commands_after_run, commands_after_sft, print_pairs, print_table
+from groupwise.cli.printing import (
+    commands_after_run,
+    commands_after_sft,
+    print_pairs,
+    print_table,
+    round_number,
+)
 from groupwise.cli.rl import write_outcome
-from groupwise.cli.runs.app import app, list_command
+from groupwise.cli.runs.app import app, list_command, rollouts
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.runs import checkpoints
@@ -107,9 +115,32 @@ class TestList:
         list_command(runs)
         assert "next" not in capsys.readouterr().out
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        (runs / "torn").mkdir()
         list_command(runs)
         words = shlex.split(capsys.readouterr().out.splitlines()[-2])
-        assert words == ["groupwise", "runs", "show", "sort", "--dir", str(runs)]
+        assert words == ["groupwise", "runs", "show", "empty", "--dir", str(runs)]
+
+    @pytest.mark.parametrize("verb", ["show", "export"])
+    def test_a_shell_completes_the_names_of_runs(self, runs: Path, verb: str) -> None:
+        asked = {"COMP_WORDS": f"groupwise runs {verb} --dir {runs} s", "COMP_CWORD": "5"}
+        environment = os.environ | asked | {"_GROUPWISE_COMPLETE": "complete_bash"}
+        groupwise = Path(sys.executable).with_name("groupwise")
+        shown = subprocess.run(
+            [groupwise], check=True, env=environment, capture_output=True, text=True
+        )
+        assert shown.stdout.split() == ["sort"]
+
+    def test_a_narrow_terminal_shows_names_and_hours_whole(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "80")
+        (runs / "sort").rename(runs / "sort-with-seed-17")
+        list_command(runs)
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.startswith("sort-with-seed-17  "))
+        assert re.search(r"  \d\d-\d\d \d\d:\d\d  ", line)
+        assert all(len(line) <= 80 for line in lines[:3])
 
     def test_what_is_printed_fits_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -180,6 +211,14 @@ class TestRollouts:
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
         assert call(runs, "rollouts", "sort", "--text", "nowhere") == ""
         assert call(runs, "rollouts", "empty") == ""
+
+    def test_a_terminal_is_told_where_to_read_on(
+        self, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        rollouts("sort", runs)
+        words = shlex.split(capsys.readouterr().out.splitlines()[-2])
+        assert words == ["groupwise", "web", "--dir", str(runs)]
 
     def test_options(self, runs: Path) -> None:
         for options, found in (
@@ -280,6 +319,12 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     ] * 2
 
 
+def test_large_numbers_are_whole_and_small_ones_have_four_digits() -> None:
+    numbers = [25410.0, 9999.4, -1234567.0, 0.0645678, 3, None]
+    shown = ["25,410", "9999", "-1,234,567", "0.06457", "3", ""]
+    assert [round_number(number) for number in numbers] == shown
+
+
 def test_the_outcome_of_a_run_says_its_warnings_in_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -288,3 +333,29 @@ def test_the_outcome_of_a_run_says_its_warnings_in_words(
     assert (
         capsys.readouterr().out == "run  sort\n\nwarnings\n  after 3 steps  length begins: grows\n"
     )
+
+
+def test_the_outcome_of_a_run_has_its_evaluations_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    low, high = ({"value": v, "low": v / 2, "high": v * 1.5} for v in (0.1, 0.6))
+    length = {"value": 48.0}
+    held_out = {
+        "prompts": 128,
+        "change": {"value": 0.5, "low": 0.4, "high": 0.6},
+        "rises": True,
+        "before": {"reward": low, "completions/mean_length": length},
+        "after": {"reward": high, "completions/mean_length": {"value": 12.5}},
+    }
+    write_outcome({"run": "sort", "held_out": held_out}, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "run  sort",
+        "",
+        "the same 128 held-out prompts, with 95 % intervals",
+        "  metric                   before                after",
+        "  reward                   0.100 [0.050, 0.150]  0.600 [0.300, 0.900]",
+        "  completions/mean_length  48                    12.5",
+        "  change in reward: 0.500 [0.400, 0.600]; it rises",
+    ]
+    write_outcome({"held_out": {**held_out, "base": held_out["before"]}}, as_json=False)
+    assert "  metric                   base model            before  " in capsys.readouterr().out

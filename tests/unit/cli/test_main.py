@@ -136,14 +136,15 @@ def test_a_plan_reads_as_numbers_settings_and_texts(
     config = RunConfig.model_validate({"model": {"name": "tiny"}, "training": {"max_steps": 3}})
     plan = {
         "steps": 3,
-        "memory_mib": {"total": 9, "parts": {"a": 1}},
+        "memory_mib": {"total": 9, "teacher": 0, "parts": {"a": 1}},
         "warnings": ["a line"],
         "rows_left_out": {},
         "first_prompt": "<user>\x1b[31m\nWhat?",
     }
     stage = {"config": config.model_dump(mode="json"), "plan": plan}
     rl.result = Result({**stage, "warm_up": {"plan": {"steps": 4}}})
-    assert main(["rl", "-c", "c", "-t", "t", "--dry-run"]) == 0
+    start = ["--init-from", "a run@3"]
+    assert main(["rl", "-c", "c", "-t", "t", "--dry-run", "training.max_steps=3", *start]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "steps  3",
         "",
@@ -166,6 +167,10 @@ def test_a_plan_reads_as_numbers_settings_and_texts(
         "━━ the warm-up ━━",
         "",
         "steps  4",
+        "",
+        "next",
+        "  groupwise rl -c c -t t --init-from 'a run@3' training.max_steps=3",
+        "    the training",
     ]
 
 
@@ -238,7 +243,8 @@ def test_an_interrupt_outside_a_run_is_no_result(
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["rl", "-t", "t"], "Missing option '--config'"), (["init", "-m", "tiny"], "Give --task-module and --model, or --from"),
+    (["rl", "-t", "t"], "Missing option '--config'. `groupwise init -t t -m smollm2-135m-instruct` writes"),
+    (["init", "-m", "tiny"], "Give --task-module and --model, or --from"),
     (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"), (["evla"], "Did you mean 'eval'?"),
     (["rl", "--model_name_or_path", "x"], "here it is model.name"),
     (["sft", "--num-train-epochs", "2"], "did you mean training.num_train_epochs?"),

@@ -19,6 +19,7 @@ from starlette.types import Message
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.api.schemas.problems import Refusal
+from groupwise.cli.main import WAYS_TO_BEGIN
 from groupwise.dashboard import pages
 from groupwise.dashboard.runs.overview import overview_of
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
@@ -382,3 +383,12 @@ def test_time_left_is_counted_from_step_to_step(tmp_path: Path) -> None:
     finally:
         lock.release()
     assert page["left_seconds"] == 6.0, "a second each; what the step itself took is recorded as 3"
+
+
+async def test_a_folder_without_runs_says_how_to_begin_as_the_command_does(tmp_path: Path) -> None:
+    async with asking(tmp_path) as client:
+        page = (await client.get("/runs")).text
+    commands = re.search(r"<pre><code>(groupwise [^<]*)</code></pre>", page)
+    assert commands
+    for line in commands[1].splitlines():
+        assert f"    {line}\n" in WAYS_TO_BEGIN

@@ -86,12 +86,24 @@ class TestTerminal:
         for expected in (
             "sort [/bold] ␛[31m",
             *("step  3/20", "15%", "reward 0.500 ±0.200", "format 0.800   [/bold]␛[31m 0.250"),
-            *("3 of 64 (1 timed out)", "412 tok/s", "groups without signal 12%", "before [b]"),
+            *("3 of 64 (1 timed out)", "412 tok/s", "no signal 12%", "before [b]"),
         ):
             assert expected in shown
         assert shown.rstrip().endswith("Held-out")
         assert "\x1b[31m" not in written.replace("\x1b[1;31m", "").replace("\x1b[31m3 of", "")
         assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+
+    def test_80_columns_are_enough(self, tmp_path: Path) -> None:
+        shown = plain(in_terminal(tmp_path, columns=80))
+        numbers = {
+            "gap": "3.2e-07",
+            "no signal": "12%",
+            "loss": "-0.0031",
+            "learning": "1,830 tok/s",
+            "failed": "3 of 64 (1 timed out)",
+        }
+        for name, value in numbers.items():
+            assert re.search(rf"{name} +{re.escape(value)}", shown), name
 
     def test_ctrl_c_gives_the_cursor_back(self, tmp_path: Path) -> None:
         written = in_terminal(tmp_path, end="raise KeyboardInterrupt")

@@ -105,7 +105,7 @@ def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixtur
         "my_game": "--task-module verifiers:my-game task.environment=other",
         "verifiers[ta]": "--task-module verifiers:other",
     }
-    line = "next: groupwise rl --config C.yaml "
+    line = "next: groupwise check "
     for package, words in used.items():
         assert main(["environments", "install", package, "--name", "other", "--again"]) == 0
         assert capsys.readouterr().err.splitlines()[-1] == line + words

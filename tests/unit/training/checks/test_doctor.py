@@ -13,8 +13,8 @@ from groupwise.core.errors import ConfigError, ModelError, RunError, TaskError
 from groupwise.core.findings import Report
 from groupwise.training.assembly import start
 from groupwise.training.assembly.parts import Parts
+from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks import doctor_examination as module
-from groupwise.training.checks import doctor_machine
 from groupwise.training.checks.doctor import doctor
 
 SMALL: dict[str, Any] = {
@@ -87,3 +87,11 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path):
         examined(tmp_path, model={"name": str(tmp_path / "none")})
     with pytest.raises(TaskError, match="get_rl_dataset"):
         examined(tmp_path, SimpleNamespace())
+
+
+def test_much_more_memory_than_planned_is_a_warning_unless_the_plan_is_small() -> None:
+    level = {
+        (planned, measured): doctor_cost.peak(planned, measured << 20).level
+        for planned, measured in ((612, 783), (612, 1000), (5000, 5900), (5000, 6100))
+    }
+    assert list(level.values()) == ["ok", "warning", "ok", "warning"]
