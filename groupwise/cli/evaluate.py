@@ -143,7 +143,7 @@ def _evaluate_task(
     as_json: bool,
 ) -> None:
     """Evaluate the policies on a task."""
-    from groupwise.cli.output import collect_seldom, write_json, write_result
+    from groupwise.cli.output import collect_seldom, write_json
 
     if dry_run:
         collect_seldom()
@@ -160,8 +160,10 @@ def _evaluate_task(
 
         results = evaluate_policies(*task, **options)
     if len(results) == 1:
-        write_result(results[0].summary, as_json=as_json)
-        if not as_json:
+        if as_json:
+            write_json(results[0].summary)
+        else:
+            _print_evaluation(results[0].summary)
             config, module, (policy, *_) = task
             path, words = (config if isinstance(config, Path) else None), options["overrides"]
             if policy == "base":
@@ -192,6 +194,20 @@ def _evaluate_task(
     first, *_, last = (str(result.path) for result in results if result.path)
     line = command_line("runs compare", None, None, first, last, "--rows", "5")
     print_next((line, "the prompts that changed most"))
+
+
+def _print_evaluation(summary: dict[str, Any]) -> None:
+    """Print an evaluation: what was asked, then each metric, with its interval if it has one."""
+    from groupwise.cli.output import measured_value, write_result
+    from groupwise.cli.printing import print_section
+
+    apart = ("metrics", "intervals_95")
+    write_result({k: v for k, v in summary.items() if k not in apart}, as_json=False)
+    measured = {name: {"value": value} for name, value in summary["metrics"].items()}
+    for name, (low, high) in summary["intervals_95"].items():
+        measured[name] |= {"low": low, "high": high}
+    pairs = [(name, measured_value(each)) for name, each in measured.items()]
+    print_section("metrics, with 95 % intervals", pairs)
 
 
 def _evaluate_suites(

@@ -66,7 +66,9 @@ def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
     verb = replaced(monkeypatch, "groupwise.training.evaluation.evaluate", "evaluate_policies")
-    verb.result = [Result()]
+    metrics = {"reward": 0.6015625, "completions/mean_length": 11.5}
+    found = {"metrics": metrics, "intervals_95": {"reward": [0.51, 0.68]}, "results": "r.json"}
+    verb.result = [Result({"policy": "base", **found})]
     return verb
 
 
@@ -99,6 +101,20 @@ def test_eval_hands_everything_on(evaluate: Verb) -> None:
     assert evaluate.calls == [((Path("c.yaml"), "sort_words", ["r@5"]), named)]
     assert main(["eval", "-c", "c", "-t", "t"]) == 0
     assert evaluate.calls[1][0][2] == ["base"]
+
+
+def test_an_evaluation_shows_each_metric_with_its_interval(
+    evaluate: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "-c", "c", "-t", "t"]) == 0
+    assert capsys.readouterr().out.splitlines()[:6] == [
+        "policy   base",
+        "results  r.json",
+        "",
+        "metrics, with 95 % intervals",
+        "  reward                   0.602 [0.510, 0.680]",
+        "  completions/mean_length  11.5",
+    ]
 
 
 # --- results
