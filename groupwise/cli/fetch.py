@@ -24,7 +24,7 @@ def fetch_model(
         write_json({"name": name, "path": str(path)})
     else:
         typer.echo(path)
-        say(f"next: groupwise init -t TASK -m {name}")
+        say(f"next: groupwise init -t sort_words -m {name}")
 
 
 def fetch_tunix(
