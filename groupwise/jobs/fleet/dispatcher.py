@@ -44,7 +44,7 @@ from groupwise.jobs.fleet.attempts.controller import (
     ControllerDependencies,
     LogMirror,
 )
-from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, Stray, stray
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
@@ -470,7 +470,7 @@ class GlobalJobDispatcher:
         jobs = {state.job for state in alive}
         known = await self._gateway.read(lambda s: records.known_jobs(s, jobs))
         for state in alive:
-            reading, survivors = Reading(state.state), state.survivors or 0
+            reading, survivors = ObservedState(state.state), state.survivors or 0
             match stray(state.epoch, reading, known.get(state.job), survivors):
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip

@@ -36,8 +36,8 @@ from groupwise.jobs.fleet.attempts.decide import (
     Launch,
     MemberView,
     Move,
+    ObservedState,
     Provide,
-    Reading,
     Void,
     decide,
     over,
@@ -235,19 +235,21 @@ class _MemberMonitor:
         self._wake()
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ObservedState:
         """The state in the terms of `decide`."""
         if self.last is None:
-            return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
+            return ObservedState.UNKNOWN if self.reachable else ObservedState.UNREACHABLE
         if self.last.engine is not None and self.last.state is RunnerState.REBOOTED:
-            return Reading.LOST  # an engine started it on a machine other than the one asked
+            return ObservedState.LOST  # an engine started it on a machine other than the one asked
         if (
             self.last.engine is None
             and self.last.state is RunnerState.LOST
             and self.last.pid is None
         ):
-            return Reading.ABSENT  # its command never ran, and launch or void take over the folder
-        return Reading(self.last.state)
+            return (
+                ObservedState.ABSENT
+            )  # its command never ran, and launch or void take over the folder
+        return ObservedState(self.last.state)
 
     @property
     def given(self) -> bool:
@@ -432,7 +434,7 @@ class AttemptController:
         member_view = MemberView(
             rank=m.rank,
             vm_id=m.machine.vm_id,
-            reading=Reading.UNKNOWN,
+            reading=ObservedState.UNKNOWN,
             exit=m.exit,
             lost=m.machine.lost,
             deadman_over=self._deadman_is_over(row, m),
@@ -475,7 +477,7 @@ class AttemptController:
             return False
         now = self._deps.clock()
         silent = min(row.now - since, now - self._silences.setdefault(member.rank, now))
-        if deadman is None or member.recorded is Reading.LOST:
+        if deadman is None or member.recorded is ObservedState.LOST:
             return False
         return silent > deadman + DEADMAN_MARGIN
 

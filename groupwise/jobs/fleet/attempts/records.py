@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.decide import Known, Reading
+from groupwise.jobs.fleet.attempts.decide import Known, ObservedState
 from groupwise.jobs.fleet.queue import capacity, requeue_pending
 from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
@@ -87,7 +87,7 @@ class MemberRow:
 
     rank: int
     machine: Machine
-    recorded: Reading | None
+    recorded: ObservedState | None
     """The last state that its runner reported; None: none yet."""
     handle: Mapping[str, Any]
     log_offset: int
@@ -104,7 +104,7 @@ class MemberRow:
         document = self.handle.get("exit")
         if document is None:
             return None
-        state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
+        state = {"job": "", "epoch": 0, "state": ObservedState.EXITED, "exit": document}
         return answers.parse_member_state(state).exit
 
     @property
@@ -258,7 +258,7 @@ def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
     return MemberRow(
         rank=row.rank,
         machine=machine(row.VM),
-        recorded=None if row.state is None else Reading(row.state),
+        recorded=None if row.state is None else ObservedState(row.state),
         handle=row.handle,
         log_offset=row.log_offset,
         released=row.released,
