@@ -44,7 +44,7 @@ from groupwise.jobs.fleet.attempts.controller import (
     ControllerDependencies,
     LogMirror,
 )
-from groupwise.jobs.fleet.attempts.decide import ObservedState, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
@@ -471,11 +471,11 @@ class GlobalJobDispatcher:
         known = await self._gateway.read(lambda s: records.known_jobs(s, jobs))
         for state in alive:
             reading, survivors = ObservedState(state.state), state.survivors or 0
-            match stray(state.epoch, reading, known.get(state.job), survivors):
-                case Stray.KILL:
+            match orphan_action(state.epoch, reading, known.get(state.job), survivors):
+                case OrphanAction.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _stop_attempt(runner, state)
-                case Stray.REPORT if not is_doctor_attempt(state.job, state.epoch):
+                case OrphanAction.REPORT if not is_doctor_attempt(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
                         records.record_untracked,

@@ -499,7 +499,7 @@ def _gone_reason(member: MemberView) -> str:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-class Stray(StrEnum):
+class OrphanAction(StrEnum):
     """Actions for an attempt that a machine reports."""
 
     LEAVE = "leave"
@@ -510,7 +510,7 @@ class Stray(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class JobEpochs:
     """A job that a machine reports, as the database knows it."""
 
     live_epoch: int | None
@@ -518,14 +518,16 @@ class Known:
     highest_epoch: int
 
 
-def stray(epoch: int, reading: ObservedState, known: Known | None, survivors: int = 0) -> Stray:
+def orphan_action(
+    epoch: int, reading: ObservedState, known: JobEpochs | None, survivors: int = 0
+) -> OrphanAction:
     """The action for an attempt on a machine; `known` is None if the job is in no table. `survivors`: its processes without a
     supervisor. Its controller handles those; without a controller they count like any other process."""
     runs = reading in {ObservedState.QUEUED, ObservedState.CLAIMED, ObservedState.RUNNING}
     if not runs and not survivors:
-        return Stray.LEAVE
+        return OrphanAction.LEAVE
     if known is None or epoch > known.highest_epoch:
-        return Stray.REPORT
+        return OrphanAction.REPORT
     if epoch == known.live_epoch or not runs:
-        return Stray.LEAVE
-    return Stray.KILL
+        return OrphanAction.LEAVE
+    return OrphanAction.KILL

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet import dispatcher as dispatchers
 from groupwise.jobs.fleet.attempts import records
-from groupwise.jobs.fleet.attempts.decide import ObservedState, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.attempts.effects import Side
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines import observation
@@ -525,7 +525,10 @@ async def test_a_live_attempt_is_left_alone_whichever_machine_reports_it(
     """Machines that share a home folder report each other's attempts."""
     async with job_running(fleet, fleet.dispatcher()):
         known = fleet.database.read(lambda s: records.known_jobs(s, ["job"]))["job"]
-        assert stray(epoch_of(fleet, "job"), ObservedState.RUNNING, known) is Stray.LEAVE
+        assert (
+            orphan_action(epoch_of(fleet, "job"), ObservedState.RUNNING, known)
+            is OrphanAction.LEAVE
+        )
 
 
 def _launch(job: str, epoch: int) -> dict[str, Any]:

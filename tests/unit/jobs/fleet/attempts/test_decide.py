@@ -20,18 +20,18 @@ from groupwise.jobs.fleet.attempts.decide import (
     CheckRelease,
     Collect,
     Effect,
+    JobEpochs,
     Kill,
-    Known,
     Launch,
     MemberView,
     Move,
     ObservedState,
+    OrphanAction,
     Provide,
-    Stray,
     Void,
     decide,
+    orphan_action,
     over,
-    stray,
 )
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
@@ -371,26 +371,28 @@ def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "reading", "known", "what"), [
-    (5, ObservedState.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.LEAVE),
-    (4, ObservedState.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.KILL),
-    (5, ObservedState.RUNNING, Known(live_epoch=None, highest_epoch=5), Stray.KILL),
-    (5, ObservedState.CLAIMED, Known(live_epoch=None, highest_epoch=6), Stray.KILL),
-    (5, ObservedState.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE), (5, ObservedState.RUNNING, None, Stray.REPORT),
-    (5, ObservedState.EXITED, None, Stray.LEAVE), (6, ObservedState.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.REPORT),
-    (7, ObservedState.QUEUED, None, Stray.REPORT), (7, ObservedState.QUEUED, Known(7, 7), Stray.LEAVE),
-    (6, ObservedState.QUEUED, Known(7, 7), Stray.KILL),
+    (5, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.LEAVE),
+    (4, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.KILL),
+    (5, ObservedState.RUNNING, JobEpochs(live_epoch=None, highest_epoch=5), OrphanAction.KILL),
+    (5, ObservedState.CLAIMED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.KILL),
+    (5, ObservedState.EXITED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE), (5, ObservedState.RUNNING, None, OrphanAction.REPORT),
+    (5, ObservedState.EXITED, None, OrphanAction.LEAVE), (6, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.REPORT),
+    (7, ObservedState.QUEUED, None, OrphanAction.REPORT), (7, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.LEAVE),
+    (6, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.KILL),
 ])  # fmt: skip
-def test_strays(epoch: int, reading: ObservedState, known: Known | None, what: Stray) -> None:
-    assert stray(epoch, reading, known) is what
+def test_strays(
+    epoch: int, reading: ObservedState, known: JobEpochs | None, what: OrphanAction
+) -> None:
+    assert orphan_action(epoch, reading, known) is what
 
 
 @pytest.mark.parametrize("reading", [ObservedState.LOST, ObservedState.EXITED])
 @pytest.mark.parametrize(("known", "what"), [
-    (None, Stray.REPORT), (Known(live_epoch=4, highest_epoch=4), Stray.REPORT),
-    (Known(live_epoch=5, highest_epoch=5), Stray.LEAVE), (Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
+    (None, OrphanAction.REPORT), (JobEpochs(live_epoch=4, highest_epoch=4), OrphanAction.REPORT),
+    (JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.LEAVE), (JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE),
 ])  # fmt: skip
 def test_what_outlives_its_supervisor(
-    reading: ObservedState, known: Known | None, what: Stray
+    reading: ObservedState, known: JobEpochs | None, what: OrphanAction
 ) -> None:
-    assert stray(5, reading, known, survivors=1) is what
-    assert stray(5, reading, known, survivors=0) is Stray.LEAVE
+    assert orphan_action(5, reading, known, survivors=1) is what
+    assert orphan_action(5, reading, known, survivors=0) is OrphanAction.LEAVE
