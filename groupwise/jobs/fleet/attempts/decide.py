@@ -500,7 +500,7 @@ def _gone_reason(member: MemberView) -> str:
 
 
 class OrphanAction(StrEnum):
-    """Actions for an attempt that a machine reports."""
+    """What to do about an attempt that a machine reports and for which no controller runs here."""
 
     LEAVE = "leave"
     """It is live, or over on the machine too."""
@@ -511,7 +511,7 @@ class OrphanAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobEpochs:
-    """A job that a machine reports, as the database knows it."""
+    """The epochs that the database has of a job that a machine reports."""
 
     live_epoch: int | None
     """The epoch of its live attempt, if there is one with a member on this machine."""

@@ -375,8 +375,10 @@ def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
     (4, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.KILL),
     (5, ObservedState.RUNNING, JobEpochs(live_epoch=None, highest_epoch=5), OrphanAction.KILL),
     (5, ObservedState.CLAIMED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.KILL),
-    (5, ObservedState.EXITED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE), (5, ObservedState.RUNNING, None, OrphanAction.REPORT),
-    (5, ObservedState.EXITED, None, OrphanAction.LEAVE), (6, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.REPORT),
+    (5, ObservedState.EXITED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE),
+    (5, ObservedState.RUNNING, None, OrphanAction.REPORT),
+    (5, ObservedState.EXITED, None, OrphanAction.LEAVE),
+    (6, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.REPORT),
     (7, ObservedState.QUEUED, None, OrphanAction.REPORT), (7, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.LEAVE),
     (6, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.KILL),
 ])  # fmt: skip
