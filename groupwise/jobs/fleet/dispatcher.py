@@ -47,7 +47,7 @@ from groupwise.jobs.fleet.attempts.controller import (
 from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import MachineWatch, MachineWatches, PollTiming
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
 from groupwise.jobs.fleet.machines.clearing import MachineClearing, Retention, is_doctor_attempt
@@ -118,7 +118,7 @@ class Tuning:
     """Intervals, limits and clocks of a dispatcher."""
 
     intervals: Intervals = field(default_factory=Intervals)
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: PollTiming = field(default_factory=PollTiming)
     rng: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
@@ -163,7 +163,7 @@ class GlobalJobDispatcher:
         self.unobserved_machines: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.retention)
-        self._watches = Watches(self._start_watch, self._runner_for, self._tuning.pauses)
+        self._watches = MachineWatches(self._start_watch, self._runner_for, self._tuning.pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
@@ -402,7 +402,7 @@ class GlobalJobDispatcher:
         task.add_done_callback(lambda _: work.close())
         return task
 
-    def _start_watch(self, vm_id: str, watch: Watch) -> None:
+    def _start_watch(self, vm_id: str, watch: MachineWatch) -> None:
         if self._group is None:
             return
 

@@ -51,7 +51,12 @@ from groupwise.jobs.fleet.attempts.launching import (
     with_machine_time,
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
-from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Pauses, Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import (
+    CHANGEABLE,
+    MachineWatch,
+    MachineWatches,
+    PollTiming,
+)
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
@@ -131,7 +136,7 @@ class ControllerDependencies:
     snapshots: BatchedReads[int, Snapshot]
     """Reads attempts of this owner, by epoch."""
     runner: Callable[[Machine], Runner]
-    watches: Watches
+    watches: MachineWatches
     logs: LogMirror
     checkpoints: CheckpointMirror
     collector: Collector
@@ -140,7 +145,7 @@ class ControllerDependencies:
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Runs a coroutine as a separate task; its errors are logged."""
     rng: random.Random
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: PollTiming = field(default_factory=PollTiming)
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
@@ -206,7 +211,7 @@ class _MemberMonitor:
         self.tries = 0
         self.log = _Fetching(0, 0)
         self.checkpoints = _Fetching((0, None), (0, None))
-        self.watch: Watch | None = None
+        self.watch: MachineWatch | None = None
         self._wake = wake
         self._clock = clock
 

@@ -33,7 +33,9 @@ def is_over(recorded: ObservedState | None, silent_for: float | None, **handle: 
 def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptController:
     return controller.AttemptController(
         1,
-        cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, rng=random.Random())),
+        cast(
+            "Any", SimpleNamespace(pauses=controller.PollTiming(), clock=clock, rng=random.Random())
+        ),
     )
 
 
