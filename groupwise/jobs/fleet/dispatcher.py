@@ -118,7 +118,7 @@ class Tuning:
     """Intervals, limits and clocks of a dispatcher."""
 
     intervals: Intervals = field(default_factory=Intervals)
-    pauses: PollTiming = field(default_factory=PollTiming)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     rng: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
@@ -163,7 +163,9 @@ class GlobalJobDispatcher:
         self.unobserved_machines: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.retention)
-        self._watches = MachineWatches(self._start_watch, self._runner_for, self._tuning.pauses)
+        self._watches = MachineWatches(
+            self._start_watch, self._runner_for, self._tuning.poll_timing
+        )
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
@@ -179,7 +181,7 @@ class GlobalJobDispatcher:
             secrets=dependencies.secrets.read,
             spawn=self._spawn,
             rng=self._tuning.rng,
-            pauses=self._tuning.pauses,
+            poll_timing=self._tuning.poll_timing,
             clock=self._tuning.clock,
         )
 

@@ -145,7 +145,7 @@ class ControllerDependencies:
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Runs a coroutine as a separate task; its errors are logged."""
     rng: random.Random
-    pauses: PollTiming = field(default_factory=PollTiming)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
@@ -279,7 +279,7 @@ class AttemptController:
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
         self._has_news = asyncio.Event()
-        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.rng.random)
+        self._backoff = Backoff(deps.poll_timing.first, deps.poll_timing.longest, deps.rng.random)
 
     def wake(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
@@ -324,7 +324,7 @@ class AttemptController:
         if progress:
             self._backoff.reset()
             return True
-        limit = self._deps.pauses.idle
+        limit = self._deps.poll_timing.idle
         if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
         await wait_at_most(limit, self._has_news)

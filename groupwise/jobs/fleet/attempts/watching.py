@@ -1,7 +1,8 @@
 """One long poll for each machine, shared by all attempts that are driven there.
 
-A controller asks the machine itself when it needs to know something; a `MachineWatch` notifies it of changes. It keeps one `wait` request open per
-machine that names every attempt that may change, and passes each state to its listener. A `wait` also resets the runner's deadman.
+A controller asks the machine itself when it needs to know something; a `MachineWatch` notifies it of changes. The watch keeps one `wait`
+request open per machine, which names every attempt that may change, and passes each state to its listener. A `wait` also resets the
+runner's deadman.
 So an attempt is named only while the database says that its machine answers (`machine_answers`): the deadman of an
 attempt on a machine recorded as silent keeps running, no matter how many of our requests still reach it.
 
@@ -63,7 +64,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PollTiming:
-    """Durations in seconds, of a machine's watch and of an attempt's controller. Tests use shorter ones."""
+    """How long the watch of a machine and the controller of an attempt wait, in seconds. Tests use shorter times."""
 
     first: float = 0.5
     longest: float = 15.0
@@ -82,7 +83,7 @@ class MachineWatch:
     """Its row, as last read; `MachineWatches.update_machine` replaces it."""
     runner: Callable[[Machine], Runner]
     """Returns the runner of a machine, over a connection that fits its row."""
-    pauses: PollTiming = field(default_factory=PollTiming)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     listeners: dict[tuple[str, int], Listener] = field(
         default_factory=dict[tuple[str, int], Listener]
     )
@@ -108,7 +109,7 @@ class MachineWatch:
 
     async def run(self) -> None:
         """Poll until there are no listeners left."""
-        backoff = Backoff(self.pauses.first, self.pauses.longest)
+        backoff = Backoff(self.poll_timing.first, self.poll_timing.longest)
         while self.listeners:
             self.changed.clear()
             try:
@@ -156,7 +157,7 @@ class MachineWatch:
         asked_at, has_news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
         wait_task = asyncio.ensure_future(
-            self.runner(self.machine).wait(known, seconds=self.pauses.poll)
+            self.runner(self.machine).wait(known, seconds=self.poll_timing.poll)
         )
         changed_task = asyncio.ensure_future(self.changed.wait())
         try:
@@ -178,7 +179,7 @@ class MachineWatch:
                 listener.on_state(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
-            pause = self.pauses.first / (10 if has_news else 1)
+            pause = self.poll_timing.first / (10 if has_news else 1)
             await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
@@ -189,12 +190,12 @@ class MachineWatches:
         self,
         spawn: Callable[[str, MachineWatch], None],
         runner: Callable[[Machine], Runner],
-        pauses: PollTiming | None = None,
+        poll_timing: PollTiming | None = None,
     ) -> None:
         """`spawn` runs the watch in the background, and calls `note_end` after it."""
         self._spawn = spawn
         self._runner = runner
-        self._pauses = pauses or PollTiming()
+        self._poll_timing = poll_timing or PollTiming()
         self._by_machine: dict[str, MachineWatch] = {}
 
     def listen(self, machine: Machine, listener: Listener) -> MachineWatch:
@@ -202,7 +203,7 @@ class MachineWatches:
         watch = self._by_machine.get(machine.vm_id)
         if watch is None:
             watch = self._by_machine[machine.vm_id] = MachineWatch(
-                machine, self._runner, self._pauses
+                machine, self._runner, self._poll_timing
             )
             watch.add(listener)
             self._spawn(machine.vm_id, watch)

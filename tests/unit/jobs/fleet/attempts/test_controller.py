@@ -34,7 +34,8 @@ def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptCon
     return controller.AttemptController(
         1,
         cast(
-            "Any", SimpleNamespace(pauses=controller.PollTiming(), clock=clock, rng=random.Random())
+            "Any",
+            SimpleNamespace(poll_timing=controller.PollTiming(), clock=clock, rng=random.Random()),
         ),
     )
 

@@ -100,7 +100,7 @@ async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
         return (MemberState("job-1", 1, RunnerState.RUNNING, log_size=asked * news),)
 
     watch.runner(watch.machine).wait = at_once  # type: ignore[method-assign]
-    watch.pauses = PollTiming(first=1000.0)
+    watch.poll_timing = PollTiming(first=1000.0)
     watch.add(Ear("job-1", 1))
     running = asyncio.create_task(watch.run())
     for _ in range(50):
