@@ -34,7 +34,7 @@ from benchmarks.web import (
     filled,
     in_several_scripts,
 )
-from benchmarks.work import Work
+from benchmarks.work import Workload
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.engine.models.bundled import fetch_model
 from groupwise.runs import checkpoints, recovery
@@ -116,7 +116,7 @@ def preparing(prompts: int) -> float:
         return (time.process_time() - begun) / prompts
 
 
-def stepping(work: Work) -> float:
+def stepping(work: Workload) -> float:
     """A token of a completion is sampled and learnt from, by the tiny model with room for long texts, in this process."""
     prompt = [10 + number % 50 for number in range(work.longest)]
 
@@ -249,8 +249,8 @@ def cases(rollouts: int, folder: Path) -> list[Case]:
     few = rollouts // 100
     return [
         Case("prompts of a run", "prompt", 1000, 10_000, preparing),
-        Case("completions of a prompt", "token", 16, 256, lambda count: stepping(Work((64,), count, 48))),
-        Case("tokens of a completion", "token", 64, 4096, lambda count: stepping(Work((64,), 4, count)),
+        Case("completions of a prompt", "token", 16, 256, lambda count: stepping(Workload((64,), count, 48))),
+        Case("tokens of a completion", "token", 64, 4096, lambda count: stepping(Workload((64,), 4, count)),
              "each token attends to all before it"),
         Case("rollouts in the record", "rollout", few, rollouts, partial(committing, folder=folder)),
         Case("resume, by rollouts in the record", "resume", few, rollouts, partial(resuming, folder=folder),

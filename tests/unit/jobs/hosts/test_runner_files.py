@@ -32,7 +32,7 @@ from groupwise.jobs.hosts.runner.blobs import hash_of, protect_blob
 from groupwise.jobs.hosts.runner.ending import verb_sweep
 from groupwise.jobs.hosts.runner.locks import take_lock
 from groupwise.jobs.hosts.runner.observe import WatchedAttempt
-from groupwise.jobs.hosts.runner.protocol import RequestRejected, Work
+from groupwise.jobs.hosts.runner.protocol import RequestProgress, RequestRejected
 from groupwise.jobs.hosts.runner.requests import send_sign
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 from groupwise.jobs.hosts.runner.work_folder import open_inside, read_if_unchanged, read_inside
@@ -405,7 +405,7 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
 
 
 def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    before = Work.done
+    before = RequestProgress.done
     assert send_sign(before) == before
     assert capfdbinary.readouterr().out == b""
     hash_of(io.BytesIO(b"x"))
