@@ -111,7 +111,7 @@ class TestList:
         words = shlex.split(capsys.readouterr().out.splitlines()[-2])
         assert words == ["groupwise", "runs", "show", "sort", "--dir", str(runs)]
 
-    def test_what_is_printed_fits_a_terminal_of_80_columns(
+    def test_tables_fit_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         row = ["quickstart", "finished", "40/40", "smollm2-135m-instruct" * 2, "task" * 9]

@@ -348,7 +348,7 @@ def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypat
         assert (find_damage(record, thorough=True) is not None) == is_noticed
 
 
-def test_what_cannot_be_mended_is_told(run):
+def test_a_record_that_cannot_be_repaired_says_what_is_missing(run):
     checkpoints.save(run.checkpoints, 6, lambda folder: None)
     (run.path / "run.db").unlink()
     with pytest.raises(RunInUseError):

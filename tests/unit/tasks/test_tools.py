@@ -79,7 +79,7 @@ def test_schema_is_made_of_signature_and_docstring():
     }
 
 
-def test_what_is_no_tool_is_refused():
+def test_functions_that_cannot_be_tools_are_refused():
     def silent(a: int): ...
 
     def foreign(a: Tools):

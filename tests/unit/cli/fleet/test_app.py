@@ -60,7 +60,7 @@ def test_no_command_changes_the_tables_of_a_fleet_that_runs(
 # --- submitting
 
 
-def test_what_gpus_may_name(seen: Command, folder: Path) -> None:
+def test_gpus_can_be_named_by_model_index_or_uuid(seen: Command, folder: Path) -> None:
     def write(session: Session) -> None:
         for uuid, model in ((AMD, "AMD Instinct MI300X"), (NVIDIA, "NVIDIA H100 PCIe")):
             session.add(GPU(vm_id="vm-1", index=0, uuid=uuid, model=model))

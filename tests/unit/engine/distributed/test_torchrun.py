@@ -74,7 +74,7 @@ TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
     (TWO, {"distributed": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
     (TWO, {"distributed": {**DIVIDED, "samplers": 0}}, r"distributed\.samplers is 0"),
 ])  # fmt: skip
-def test_what_does_not_go_together(given, more, words):
+def test_conflicting_settings_of_several_processes_are_refused(given, more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**given, **more})
 

@@ -728,7 +728,7 @@ async def test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give(
         (RunnerState.QUEUED, RunnerState.RUNNING, ["void", "kill"]),  # that was quicker
     ],
 )
-async def test_what_is_over_and_waits_for_an_engine_never_begins(
+async def test_an_ended_attempt_in_an_engines_queue_is_voided_or_killed(
     before: RunnerState, after: RunnerState, asked: list[str]
 ) -> None:
     told: list[str] = []

@@ -190,7 +190,9 @@ def test_artefacts_are_listed_and_read(either: Machine) -> None:
             read(either, path)
 
 
-def test_what_is_no_plain_file_inside_is_refused(here: Machine, tmp_path: Path) -> None:
+def test_links_pipes_and_files_outside_the_folder_are_refused(
+    here: Machine, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_text("canary")
@@ -385,7 +387,7 @@ def waits_for(asked: subprocess.Popen[bytes], folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("verb", ["manifest", "join"])
-def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) -> None:
+def test_long_requests_run_one_at_a_time(either: Machine, verb: str) -> None:
     """And who waits for another one ends with whoever asked."""
     body, folder = asked_twice(either, verb)
     with locked(folder):

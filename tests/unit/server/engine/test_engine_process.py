@@ -155,7 +155,7 @@ async def test_a_silent_loop_is_ended_with_its_last_words_and_holds_nobody_up():
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_nothing_is_left_after_close(how):
+async def test_close_ends_all_processes_and_fails_waiting_calls(how):
     why = "The engine was closed."
     engine = await EngineProcess(
         FACTORY, environment={"TOY_CLOSE": how}, limits={"close": 0.1}

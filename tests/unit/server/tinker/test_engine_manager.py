@@ -164,7 +164,7 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
         assert plain(await loop.answers(server.service), loop.session) == answers
 
 
-async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_path: Path) -> None:
+async def test_a_call_that_fails_midway_is_rolled_back(tmp_path: Path) -> None:
     disk = Disk(SavedFolders(tmp_path), poison="save_state")
     async with serving(tmp_path, disk) as server:
         loop = Loop(await server.service.registry.create_session(None))

@@ -168,7 +168,9 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "change"), WRONG)
-def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any], Any]) -> None:
+def test_invalid_forward_requests_are_refused_by_field(
+    message: str, change: Callable[[Any], Any]
+) -> None:
     clips = PPO in message or "1.1" in message
     request = _request("ppo" if clips else "cross_entropy")
     floats = {"logprobs": [-1.0], "advantages": [1.0]} if clips else {"weights": [1.0]}
@@ -248,7 +250,7 @@ def test_what_dro_and_gspo_look_at_beside_advantages() -> None:
             translate.forward_of(gspo)
 
 
-def test_what_is_no_message() -> None:
+def test_bytes_that_are_no_protobuf_are_refused() -> None:
     with pytest.raises(UsageError, match="no protobuf message"):
         translate.parse_forward_backward(b"\xff\xff\xff")
 

@@ -80,7 +80,7 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
     ("own_pipelines.py:wrong", "Expected a row"), ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
     ("own_pipelines.py:short", r"gives None \(row 1\)"), ("generic", "no column 'prompt'. It has: q, id"),
 ])  # fmt: skip
-def test_what_is_wrong_is_told(name: str, told: str) -> None:
+def test_errors_of_a_preprocessing_pipeline_name_it_and_the_row(name: str, told: str) -> None:
     with pytest.raises(TaskError, match=told):
         training_parts(data(preprocessing_pipeline=name, strict=True), teacher=False)
     if name == "generc":  # before the data are read

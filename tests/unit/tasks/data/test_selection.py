@@ -235,7 +235,7 @@ def test_completions_that_are_trained_again_say_nothing_new():
     assert course.chosen.curriculum.state() == before
 
 
-def test_what_is_hopeless_is_looked_at_now_and_then_and_counted():
+def test_unsolved_prompts_are_revisited_at_the_configured_rate():
     course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach).run(3)
     found = Counter(i >= 5 for step in range(3, 203) for i in indexes(course.step(step)))
     assert found[True] / found[False] == pytest.approx(0.2, abs=0.06)

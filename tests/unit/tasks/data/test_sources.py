@@ -218,7 +218,7 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(new: Any) -> None
     ("a.jsonl", '{"a": ' + "[" * 100_000, "a.jsonl, line 1 is nested too deep"),
     ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
+def test_errors_of_a_data_file_name_the_line(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
 
 

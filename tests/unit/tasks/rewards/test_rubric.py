@@ -338,7 +338,7 @@ def refused(call) -> str:
     ([(constant(1), float("nan"))], "finite"), ([(constant(1), True)], "weight of `f` is True"),
     ([(constant(1), 0)], "every weight is 0"), ([lambda completions, /: 1], "position only"),
 ])  # fmt: skip
-def test_what_is_no_rubric_is_refused(value, part):
+def test_invalid_lists_of_reward_functions_are_refused(value, part):
     message = refused(lambda: Rubric.of(value, where="task.py: get_reward_funcs"))
     assert message.startswith("task.py: get_reward_funcs")
     assert part in message

@@ -103,7 +103,7 @@ def test_prompt_and_completion_are_the_whole_conversation(family, turn):
 
 
 @pytest.mark.parametrize("family", ENDS)
-def test_what_is_trained_are_the_answers(family):
+def test_only_the_assistants_answers_are_trained(family):
     tokenizer = tokenizer_of(family)
     rows = mask_turns(tokenizer, Chat(TALK), [1, 3])
     assert spans(tokenizer, rows) == [answer(family, TALK[turn]["content"]) for turn in (1, 3)]

@@ -382,7 +382,7 @@ def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
     (7, ObservedState.QUEUED, None, OrphanAction.REPORT), (7, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.LEAVE),
     (6, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.KILL),
 ])  # fmt: skip
-def test_strays(
+def test_the_action_for_an_attempt_without_a_controller(
     epoch: int, reading: ObservedState, known: JobEpochs | None, what: OrphanAction
 ) -> None:
     assert orphan_action(epoch, reading, known) is what
@@ -393,7 +393,7 @@ def test_strays(
     (None, OrphanAction.REPORT), (JobEpochs(live_epoch=4, highest_epoch=4), OrphanAction.REPORT),
     (JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.LEAVE), (JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE),
 ])  # fmt: skip
-def test_what_outlives_its_supervisor(
+def test_the_action_for_processes_without_a_supervisor(
     reading: ObservedState, known: JobEpochs | None, what: OrphanAction
 ) -> None:
     assert orphan_action(5, reading, known, survivors=1) is what

@@ -71,7 +71,7 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     ({"secrets": {"PIP_INDEX_URL": "env:THAT_NOBODY_SET"}}, "no text that can be read"),
     ({"secrets": {"PIP_INDEX_URL": "env:*"}}, "no pattern"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
+def test_invalid_prepare_options_are_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refused:
         plan_of(PrepareOptions(**asked))
     assert why in str(refused.value)
