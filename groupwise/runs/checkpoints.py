@@ -28,7 +28,7 @@ FORMAT = 1
 """Version of the manifest and its meaning. A manifest with a higher one is refused: a newer release wrote it."""
 
 MANIFEST = "manifest.json"
-CARRIED = "run"
+RUN_FILES = "run"
 """Folder within a checkpoint of the files that only a run without its record needs (`groupwise.runs.recovery`)."""
 _NAME = re.compile(r"step-(\d+)")
 _Identity = tuple[int, int, int, int]
@@ -316,7 +316,7 @@ def _check_files(
         size = file.stat().st_size
         if size != entry.size:
             raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
-        is_read = contents and (carried or not name.startswith(f"{CARRIED}/"))
+        is_read = contents and (carried or not name.startswith(f"{RUN_FILES}/"))
         if is_read and _sha256(file) != entry.sha256:
             raise _Damaged(f"{name} was changed since it was written")
 

@@ -32,8 +32,8 @@ from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
 
-PIECE = "record.db"
-"""Name of a piece in the folder of its checkpoint."""
+SEGMENT_FILE = "record.db"
+"""Name of the segment in the folder of its checkpoint."""
 KEPT = "records"
 """Folder of a run that holds the pieces of deleted checkpoints."""
 MERGED_AT_ONCE = 64
@@ -90,7 +90,7 @@ class RebuiltRecord:
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
     """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
     first = max((end for end, _ in _all_pieces(run) if end < step), default=0)
-    with _new_piece(folder / PIECE) as connection:
+    with _new_piece(folder / SEGMENT_FILE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
         _copy_rows(connection, range(first, step), first, step)
@@ -109,7 +109,7 @@ def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
 
 def keep_piece(checkpoint: Path) -> None:
     """Keep the piece of a checkpoint that is about to be deleted."""
-    piece = checkpoint / PIECE
+    piece = checkpoint / SEGMENT_FILE
     if piece.is_file():
         kept_file = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
         atomic_files.keep_file(piece, kept_file)
@@ -183,7 +183,9 @@ def _kept_pieces(run: Path) -> list[_KeptPiece]:
 def _all_pieces(run: Path) -> list[tuple[int, Path]]:
     """All pieces, with the number of steps after which they were written, in order."""
     checkpoint_pieces = [
-        (step, path / PIECE) for step, path in _checkpoint_folders(run) if (path / PIECE).is_file()
+        (step, path / SEGMENT_FILE)
+        for step, path in _checkpoint_folders(run)
+        if (path / SEGMENT_FILE).is_file()
     ]
     kept_pieces = [(piece.last, piece.path) for piece in _kept_pieces(run)]
     return sorted(kept_pieces + checkpoint_pieces, key=lambda piece: piece[0])
@@ -195,7 +197,7 @@ def earlier_pieces(run: Path, step: int) -> dict[str, Path]:
     A piece that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
     """
     return {
-        (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
+        (f"{path.parent.name}.db" if path.name == SEGMENT_FILE else path.name): path
         for end, path in _all_pieces(run)
         if end < step
     }
@@ -243,7 +245,7 @@ def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltR
     pieces = [(end, piece) for end, piece in _all_pieces(run) if end <= step]
     if step not in dict(pieces):
         raise StoreError(
-            f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
+            f"{record} {trouble}, and the checkpoint after {step} steps holds no {SEGMENT_FILE} from which it could be "
             "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = atomic_files.building_path(record)

@@ -24,7 +24,7 @@ from pathlib import Path
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
-from groupwise.runs.checkpoints import CARRIED
+from groupwise.runs.checkpoints import RUN_FILES
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
@@ -38,7 +38,7 @@ def carry(run: Path, checkpoint: Path, step: int) -> None:
     for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
         carried[file.relative_to(run).as_posix()] = file
     for name, file in carried.items():
-        into = checkpoint / CARRIED / name
+        into = checkpoint / RUN_FILES / name
         into.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.link(file, into)
 
@@ -53,7 +53,7 @@ def unpack(run: Path) -> bool:
     newest = checkpoints.newest(run / CHECKPOINTS, carried=True)
     if newest is None:
         return False
-    source = newest.path / CARRIED
+    source = newest.path / RUN_FILES
     if not (source / CONFIG).is_file():
         raise RunNotFoundError(
             f"{newest.path} is a checkpoint, but {run} is no run: it has no {CONFIG}, and the checkpoint carries none, because an "

@@ -16,10 +16,10 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import CARRIED, Checkpoint, SkippedCheckpoint
+from groupwise.runs.checkpoints import RUN_FILES, Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
-from groupwise.runs.record_segments import PIECE, RebuiltRecord
+from groupwise.runs.record_segments import SEGMENT_FILE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord, Rewound
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved_values
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 NOT_WEIGHTS = (
     *("optimiser.safetensors", "learner.json", "manifest.json"),
-    *(PIECE, CARRIED, POLICIES, SELECTION),
+    *(SEGMENT_FILE, RUN_FILES, POLICIES, SELECTION),
 )
 FIXED_FACTS = {
     "--task-module": "task",
@@ -261,7 +261,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
         run.load_state(checkpoint.extra["position"])
-        run.load_more(checkpoint.path, checkpoint.extra["position"])
+        run.load_extra_files(checkpoint.path, checkpoint.extra["position"])
     for text in resumption.messages:
         run.say(text)
     checkpoints.drop_after(run.folder.checkpoints, run.step)
