@@ -39,7 +39,7 @@ from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.engine.models.bundled import fetch_model
 from groupwise.runs import checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
-from groupwise.runs.record_segments import write_piece
+from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.store import Store
 from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
@@ -150,7 +150,7 @@ def recorded(rollouts: int, folder: Path) -> Path:
             add_step(store, step, write=in_several_scripts, groups=GROUPS, members=MEMBERS)
             if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
                 with checkpoints.begin(building / CHECKPOINTS, step + 1) as place:
-                    write_piece(building, building / RECORD, place, step + 1)
+                    write_record_segment(building, building / RECORD, place, step + 1)
                     recovery.carry(building, place, step + 1)
                     checkpoints.finish(place, step + 1)
                 checkpoints.prune(building / CHECKPOINTS, 2)

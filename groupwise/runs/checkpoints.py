@@ -187,7 +187,7 @@ def read(path: Path) -> Checkpoint:
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
     """Delete all complete checkpoints except the last `keep` and the protected steps; returns the deleted steps.
 
-    Their pieces of the record are kept in the run's folder.
+    Their segments of the record are kept in the run's folder.
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
@@ -195,10 +195,10 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
         checkpoint for checkpoint in complete(folder)[:-keep] if checkpoint.step not in protect
     ]
     for checkpoint in pruned:
-        record_segments.keep_piece(checkpoint.path)
+        record_segments.keep_record_segment(checkpoint.path)
         atomic_files.remove_folder(checkpoint.path)
     if pruned:
-        record_segments.merge_kept_pieces(folder.parent)
+        record_segments.merge_kept_record_segments(folder.parent)
     return [checkpoint.step for checkpoint in pruned]
 
 
@@ -213,7 +213,7 @@ def drop_after(folder: Path, step: int) -> list[int]:
     )
     for path in reversed(later_folders):
         atomic_files.remove_folder(path)
-    record_segments.drop_pieces_after(folder.parent, step)
+    record_segments.drop_record_segments_after(folder.parent, step)
     return [_step_of(path) for path in later_folders]
 
 

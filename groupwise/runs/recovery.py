@@ -3,7 +3,7 @@
 For that, each checkpoint contains parts of its run's folder (`carry`):
 
     checkpoints/step-N/run/config.json     the resolved configuration
-    checkpoints/step-N/run/records/        all pieces of the record before its own (`groupwise.runs.record_segments`)
+    checkpoints/step-N/run/records/        all segments of the record before its own (`groupwise.runs.record_segments`)
     checkpoints/step-N/run/start/          the weights that the run was started from, if they are another run's
 
 All of these files are written once and never changed, so they are hard-linked if the file system can, which costs no space. A
@@ -11,7 +11,7 @@ program that copies checkpoints elsewhere by the hashes in their manifests sends
 the rows since the previous one.
 
 A run is recognised by its record; one whose `run.db` is missing or damaged is searched for by the name of its folder. If it has a
-checkpoint, its record is rebuilt from the pieces in the checkpoints (`recover`). If only checkpoints are
+checkpoint, its record is rebuilt from the segments in the checkpoints (`recover`). If only checkpoints are
 left, the rest of its folder is first restored from the newest one (`unpack`).
 """
 
@@ -33,7 +33,7 @@ from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_r
 def carry(run: Path, checkpoint: Path, step: int) -> None:
     """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
-    for name, file in record_segments.earlier_pieces(run, step).items():
+    for name, file in record_segments.earlier_record_segments(run, step).items():
         carried[f"{record_segments.KEPT}/{name}"] = file
     for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
         carried[file.relative_to(run).as_posix()] = file

@@ -24,7 +24,7 @@ from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.runs import checkpoints
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.record_segments import write_piece
+from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.recovery import carry
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.loops.metrics import Timings
@@ -198,7 +198,9 @@ async def write_checkpoint(training: Training) -> None:
         # What sampling changes is written before anything is waited for.
         extra = {"position": training.state()}
         training.save_extra_files(folder)
-        write_piece(training.folder.path, training.folder.store.path, folder, training.step)
+        write_record_segment(
+            training.folder.path, training.folder.store.path, folder, training.step
+        )
         carry(training.folder.path, folder, training.step)
         if training.policy.kind == "full":  # another run can then start from the checkpoint
             training.tokenizer.save_pretrained(folder)
