@@ -71,7 +71,7 @@ class RebuiltRecord:
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        recovered_text = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
+        recovered_text = f"{self.steps} steps were recovered, with everything that was recorded up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
@@ -79,9 +79,9 @@ class RebuiltRecord:
             else:
                 ranges.append([step])
         ranges_text = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
-        lost_steps = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(ranges_text)}"
-        lost_text = f"; lost are {lost_steps}, of which no segment is left" if self.lost else ""
-        return f"the record {self.trouble}{kept_as} and was put together again from the checkpoints: {recovered_text}{lost_text}"
+        lost_steps = f"{'step' if len(self.lost) == 1 else 'steps'} {', '.join(ranges_text)}"
+        lost_text = f"; {lost_steps} are lost, because no segment holds them" if self.lost else ""
+        return f"the record {self.trouble}{kept_as} and was rebuilt from the checkpoints: {recovered_text}{lost_text}"
 
 
 # --- segments --------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltR
     if step not in dict(segments):
         raise StoreError(
             f"{record} {trouble}, and the checkpoint after {step} steps holds no {SEGMENT_FILE} from which it could be "
-            "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
+            "rebuilt. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = atomic_files.building_path(record)
     _build_record(building, [segment for _, segment in segments])

@@ -1,4 +1,4 @@
-"""The rollout of several turns: a completion, the environment's answer, a completion, until the environment is done.
+"""A rollout of several turns: a completion, the environment's answer, a completion, until the environment is done.
 
     first prompt → (completion → observation, done)* → rewards
 
@@ -202,7 +202,7 @@ class EnvironmentRollouts:
         attempt: _Attempt,
         completion: Completion | None,
     ) -> None:
-        """Plays all turns, starting with the first completion."""
+        """Play all turns, starting with the first completion."""
         while completion is not None:
             params = self._turn_params(ask, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
