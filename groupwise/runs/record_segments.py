@@ -71,7 +71,7 @@ class RebuiltRecord:
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        recovered_text = f"{self.steps} steps were recovered, with everything that was recorded up to the last checkpoint"
+        recovered_text = f"{self.steps} step{'s' * (self.steps != 1)} recovered, with everything that was recorded up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
@@ -80,7 +80,11 @@ class RebuiltRecord:
                 ranges.append([step])
         ranges_text = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
         lost_steps = f"{'step' if len(self.lost) == 1 else 'steps'} {', '.join(ranges_text)}"
-        lost_text = f"; {lost_steps} are lost, because no segment holds them" if self.lost else ""
+        lost_text = (
+            f"; {lost_steps} could not be recovered, because no segment holds that part"
+            if self.lost
+            else ""
+        )
         return f"the record {self.trouble}{kept_as} and was rebuilt from the checkpoints: {recovered_text}{lost_text}"
 
 
