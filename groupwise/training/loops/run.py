@@ -21,8 +21,8 @@ from groupwise.runs import routed_experts
 from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Pool, Selection
-from groupwise.tasks.rollouts.asking import RolloutKind
 from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.tasks.rollouts.rollout_request import RolloutKind
 from groupwise.training import rollout_builder
 from groupwise.training.config import RunConfig
 from groupwise.training.evaluation.evaluate import HeldOut
