@@ -71,7 +71,7 @@ class RebuiltRecord:
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        recovered_text = f"{self.steps} step{'s' * (self.steps != 1)} recovered, with everything that was recorded up to the last checkpoint"
+        recovered_text = f"{self.steps} step{'s' * (self.steps != 1)} recovered, with everything recorded up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
