@@ -108,9 +108,8 @@ class RunFolder:
         _refuse_reserved(name)
         with _explaining_folder_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
-        for building_folder in runs_dir.glob(
-            f"{atomic_files.BUILDING}*"
-        ):  # runs that died before they were published
+        # Runs that died before they were published.
+        for building_folder in runs_dir.glob(f"{atomic_files.BUILDING}*"):
             lock_file = building_folder / LOCK
             is_old = (
                 lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS

@@ -231,9 +231,8 @@ def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
     """
     keys: dict[str, StoredKey] = {}
     problems: list[str] = []
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # at nothing else that editors show within a line
+    # Split only at line feeds: an editor shows other separators within a line.
+    for number, line in enumerate(text.split("\n"), 1):
         if not (words := line.partition("#")[0].split()):
             continue
         key = _read_line(words)

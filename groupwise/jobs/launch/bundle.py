@@ -502,9 +502,8 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 def _looks_secret(file: Path) -> bool:
     """True if a text file contains a string in the format of a credential."""
-    data = _read_head(file, CREDENTIAL_SEARCH_BYTES).replace(
-        b"\0", b""
-    )  # removes the NUL bytes of UTF-16
+    # Removes the NUL bytes of UTF-16.
+    data = _read_head(file, CREDENTIAL_SEARCH_BYTES).replace(b"\0", b"")
     head = data[:TEXT_CHECK_BYTES]
     if sum(head.count(control) for control in CONTROLS) * 100 > len(head):
         return False  # not a text: a picture or weights

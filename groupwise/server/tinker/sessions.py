@@ -153,9 +153,8 @@ class SessionRegistry:
             del self._samplers[id]
         if session_state is not None:
             await self._ledger.do_when_writable(calls.end_session, session)
-            self._sessions.pop(
-                session, None
-            )  # a repeated request may have opened it again meanwhile
+            # A repeated request may have opened it again meanwhile.
+            self._sessions.pop(session, None)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions of clients that have sent no heartbeat for `SESSION_SILENCE` seconds."""

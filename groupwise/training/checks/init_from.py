@@ -321,9 +321,8 @@ def _leave_out_invalid_values(translation: Translation) -> None:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
         invalid_keys = [(key, text) for key, text in problems if key in translation.choices]
         for key, text in dict(invalid_keys).items():
-            if (
-                key in translation.choices
-            ):  # it may have been removed with another key that needs it
+            # It may have been removed with another key that needs it.
+            if key in translation.choices:
                 _leave_out(translation, key, f"{key}{text.rstrip('.')}")
         if not invalid_keys:
             return  # errors that remain are reported when the written file is read

@@ -251,9 +251,8 @@ class _MemberMonitor:
             and self.last.state is RunnerState.LOST
             and self.last.pid is None
         ):
-            return (
-                ObservedState.ABSENT
-            )  # its command never ran, and launch or void take over the folder
+            # Its command never ran, and launch or void take over the folder.
+            return ObservedState.ABSENT
         return ObservedState(self.last.state)
 
     @property
@@ -387,10 +386,11 @@ class AttemptController:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if not monitor.was_asked:
                 self._note_silence(monitor, error)
+            # Asked again, once, before it counts as silent.
             monitor.last, monitor.was_asked = (
                 None,
                 False,
-            )  # asked again, once, before it counts as silent
+            )
 
     def _note_silence(self, monitor: _MemberMonitor, error: Exception) -> None:
         """Count the machine as silent, until its watch reaches it again."""
@@ -495,9 +495,8 @@ class AttemptController:
             await self._write_move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
-        if unwritten_states := self._unwritten_states(
-            row
-        ):  # states that machines report and the database does not have yet
+        # States that machines report and the database does not have yet.
+        if unwritten_states := self._unwritten_states(row):
 
             def write(session: Any) -> None:
                 for rank, state in unwritten_states:

@@ -230,10 +230,11 @@ def _check_line(line: str, location: str, skipped: Collection[str]) -> str | Non
         option, _, value = line.partition(" ")
         folder = Path(value.strip().removeprefix("file://"))
         is_groupwise = value.strip().endswith(f"#egg={NAME}") or folder == PACKAGE.parent
+        # Groupwise itself, as `pip freeze` writes it.
         if is_groupwise and option in (
             "-e",
             "--editable",
-        ):  # groupwise itself, as `pip freeze` writes it
+        ):
             return None
         raise UsageError(
             f"{location}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "

@@ -319,9 +319,8 @@ class _BuildTask:
 
     async def _remove_earlier_builds(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
-        finished_at = (
-            own_state.exit.finished_at if own_state.exit is not None else None
-        )  # by the machine's clock
+        # This time is by the machine's clock.
+        finished_at = own_state.exit.finished_at if own_state.exit is not None else None
         try:
             for state in (await self.runner.observe(probe=NO_PROBE)).attempts:
                 if (state.job, state.epoch) == (

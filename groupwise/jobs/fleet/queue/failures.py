@@ -118,9 +118,8 @@ def after_end(
     if job.cancel_requested or outcome is Outcome.CANCELLED:
         return Verdict(JobStatus.CANCELLED, spent=job.spent)
     if failure is None:
-        return Verdict(
-            JobStatus.QUEUED, because, spent=job.spent
-        )  # it never ran, and nothing is at fault
+        # It never ran, and nothing is at fault.
+        return Verdict(JobStatus.QUEUED, because, spent=job.spent)
     if job.hopeless:
         return Verdict(
             JobStatus.FAILED,

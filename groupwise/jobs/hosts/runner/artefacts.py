@@ -238,9 +238,8 @@ def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] 
     verifies them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
     hashed[checkpoint.manifest] = None
-    with contextlib.suppress(
-        OSError, RequestRejected
-    ):  # the checkpoint was replaced or removed meanwhile
+    # The checkpoint was replaced or removed meanwhile.
+    with contextlib.suppress(OSError, RequestRejected):
         hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
     if hashed[checkpoint.manifest] is None:
         return None
