@@ -139,7 +139,7 @@ class RunFolder:
     def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
         """Open an existing run to resume it: sets its state to `running` and deletes the unfinished files of a dead process.
 
-        RunNotFoundError if it is no run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
+        RunNotFoundError if it is not a run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
         be written.
         """
         if not (path / RECORD).is_file():
@@ -405,7 +405,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Read JSON that another program may have written. Raises StoreError."""
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is not an ordinary file")
         with path.open("rb") as file:
             data = file.read(MAX_JSON + 1)
         if len(data) > MAX_JSON:

@@ -56,7 +56,7 @@ def unpack(run: Path) -> bool:
     source = newest.path / RUN_FILES
     if not (source / CONFIG).is_file():
         raise RunNotFoundError(
-            f"{newest.path} is a checkpoint, but {run} is no run: it has no {CONFIG}, and the checkpoint carries none, because an "
+            f"{newest.path} is a checkpoint, but {run} is not a run: it has no {CONFIG}, and the checkpoint carries none, because an "
             "earlier version wrote it. Copy the whole folder of the run here."
         )
     lock = RunLock.acquire(run)

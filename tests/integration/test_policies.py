@@ -37,7 +37,7 @@ def test_a_hub_id_comes_last(runs, monkeypatch):
 
     monkeypatch.setattr(policies, "fetch_files", fetched)
     assert find_policy("someone/adapter@v2", runs).label == "someone/adapter@v2"
-    assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is no hub id"
+    assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is not a hub id"
     assert asked == ["someone/adapter@v2"]
     with pytest.raises(RunNotFoundError):
         find_policy("no-slash", runs)

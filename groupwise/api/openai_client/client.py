@@ -347,7 +347,9 @@ def checked_url(url: str) -> str:
             "them out of the URL, and set the variable."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
+        raise UsageError(
+            f"{url!r} is not a base URL. Give something like http://127.0.0.1:8000/v1."
+        )
     if parts.query or parts.fragment:
         raise UsageError(
             f"The base URL of {parts.hostname} has something behind its path (? or #). Give what comes before "

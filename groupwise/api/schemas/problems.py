@@ -384,7 +384,7 @@ class Refusal(GroupwiseError):
 
         `field`: the only field that is wrong, and `problem` what is wrong with it, if `detail` says more than that.
         """
-        assert code in KINDS, f"{code!r} is no row of groupwise.api.schemas.problems.KINDS"
+        assert code in KINDS, f"{code!r} is not a row of groupwise.api.schemas.problems.KINDS"
         super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
         self.code = code
         self.exit_code = 2 if KINDS[code].status < 500 else 1

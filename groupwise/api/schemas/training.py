@@ -117,7 +117,7 @@ def _check_unique(values: list[Any]) -> list[Any]:
     return values
 
 
-# A label in brackets says which form of a value was given; it is no part of a field's name.
+# A label in brackets says which form of a value was given; it is not part of a field's name.
 
 
 AlgorithmGiven = Annotated[

@@ -331,7 +331,7 @@ def stored_at(path: str) -> Stored:
     well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
     if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:
         raise UsageError(
-            f"{path!r} is no path of saved weights. They look like tinker://<model>/weights/<name> or "
+            f"{path!r} is not a path of saved weights. They look like tinker://<model>/weights/<name> or "
             "tinker://<model>/sampler_weights/<name>."
         )
     return Stored(parts[0], kinds[parts[1]], parts[2])

@@ -188,7 +188,7 @@ class Judge:
         return _Opinion(value, verdict.said)
 
     def _rubric_of(self, rubric: Any) -> str:
-        """The config's rubric, else this one of a row. Raises ValueError if that is no text."""
+        """The config's rubric, else this one of a row. Raises ValueError if that is not text."""
         if self.rubric is not None:
             return self.rubric
         if not isinstance(rubric, str) or not rubric.strip():

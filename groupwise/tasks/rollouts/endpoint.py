@@ -412,7 +412,7 @@ class PolicyEndpoint:
         """The request without what the run decides. Refuses what is malformed."""
         body = strict_json.parse(call.body)
         if not isinstance(body, dict):
-            raise Refusal("invalid_request", "The body is no JSON object.")
+            raise Refusal("invalid_request", "The body is not a JSON object.")
         fields = cast("dict[str, Any]", body)
         ignored = {
             name for name in fields if name in DECIDED_BY_THE_RUN or name not in kind.model_fields

@@ -371,7 +371,7 @@ def _rejection_reason(name: str, value: Any) -> str | None:
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return f"is not taken over: {value!r:.40} is no number. Edit the written config"
+        return f"is not taken over: {value!r:.40} is not a number. Edit the written config"
     if (
         name in WHOLE_NUMBERS
         and value != int(value)
@@ -603,7 +603,7 @@ def _translate_algorithm(translation: Translation) -> None:
     if kind is None:
         translation.lose(
             "loss_type",
-            f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` replaces it",
+            f"{loss} is not an algorithm here: there are {', '.join(LOSSES)}, and `dapo` replaces it",
         )
         kind = "dapo"
     if kind == "dapo":
@@ -920,7 +920,7 @@ def _translate_datasets(
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
         if not isinstance(dataset, Mapping):
-            translation.lose(name, f"{dataset!r:.40} is not taken over: it is no set")
+            translation.lose(name, f"{dataset!r:.40} is not taken over: it is not a set")
             continue
         options = {
             key: value

@@ -221,7 +221,7 @@ def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
     try:
         content = json.loads(files[0].read_bytes())
     except ValueError as problem:
-        raise RunError(f"its result, {files[0]}, is no JSON ({problem})") from problem
+        raise RunError(f"its result, {files[0]}, is not JSON ({problem})") from problem
     content = cast("dict[str, Any]", content)
     try:
         results = content["results"].items()

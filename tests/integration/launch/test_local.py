@@ -156,7 +156,7 @@ def test_a_project_that_stands_elsewhere_is_named_and_so_are_files_of_it(person:
     for wrong, told in (
         ((*words, "--file", "job.py", "--script", "job.py"), "outside of the project"),
         ((*words, "--script", "other.py"), "no such file in"),
-        (("local", "--project-dir", "nowhere", "--", "rl"), "is no folder"),
+        (("local", "--project-dir", "nowhere", "--", "rl"), "is not a folder"),
     ):
         assert told in person.types(*wrong, code=2).err
 

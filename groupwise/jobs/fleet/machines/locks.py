@@ -1,7 +1,7 @@
 """Locks of environments: the files that name every release to install.
 
 Without a file the lock is made from this installation: groupwise with the chosen extras and all their requirements, in the releases that
-are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and the index of a machine's pip decides
+are installed here. A build of torch is not a release: `2.13.0+cpu` here is `2.13.0` in the lock, and the index of a machine's pip decides
 which build it gets. A requirement of an extra that is not installed here is in the lock as groupwise states it, with its bounds, and pip
 chooses: a control machine need not have torch.
 

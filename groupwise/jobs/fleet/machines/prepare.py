@@ -7,7 +7,7 @@
     take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
 
 The build uses the machine's runner with a separate root (`environments/builds` in the machine's folder). It therefore has the
-guarantees of jobs, and yet is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
+guarantees of jobs, and yet is not a job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
 becomes part of a shell command, and secrets are sent separately from the spec.
 
 A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build continues there; the next

@@ -101,7 +101,7 @@ class NewMachine:
             yield from _problems_of_jump(self.jump)
         yield from self._problems_with_engine()
         if not VM_ID.fullmatch(self.vm_id):
-            yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
+            yield f"{self.vm_id!r} is not a name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
         if not 1 <= self.port <= 65535:
             yield f"port {self.port}: ports are 1 to 65535"
         if self.transport == "ssh" and not self.user:

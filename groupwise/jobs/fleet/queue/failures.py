@@ -85,7 +85,7 @@ class JobFacts:
     """The machine that refused the launch had refused it before: while the others are busy, a machine that starts nothing is the only
     choice."""
     taken: bool = False
-    """Another attempt holds the resources of this one and will release them: this is no failure."""
+    """Another attempt holds the resources of this one and will release them: this is not a failure."""
     steps_back: bool = False
     """The checkpoint to resume from is damaged. The next attempt uses the one before, or none; checkpoints are few, so this ends."""
 

@@ -147,7 +147,7 @@ def strict_json(text: str) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 TOO_DEEP = {"nested": "too deep to be read"}

@@ -408,7 +408,7 @@ def _time_rules() -> Iterator[Rule]:
 def _machine_rules(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
-    # SQL condition: the id is no name by the pattern of `api/schemas/fleet.py`.
+    # SQL condition: the id is not a name by the pattern of `api/schemas/fleet.py`.
     no_name = f"NEW.vm_id !~ '{NAME}'"
     # SQLite stores any type in any column; its GLOB stops at a NUL and cannot count bytes.
     if dialect == "sqlite":

@@ -211,7 +211,7 @@ class Artefacts:
             return self._refuse(path, "unreadable")
         except OSError:
             return self._refuse(path, "broken")
-        except RequestRejected:  # it is no plain file any more
+        except RequestRejected:  # it is not a plain file any more
             sha = None
         if sha is None:
             return self._refuse(path, "changing")

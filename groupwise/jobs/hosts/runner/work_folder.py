@@ -102,7 +102,7 @@ def open_regular(work: str, path: str) -> int:
     fd = open_inside(work, path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise RequestRejected("refused_path", f"{path} is no plain file", kind="folder")
+        raise RequestRejected("refused_path", f"{path} is not a plain file", kind="folder")
     return fd
 
 

@@ -376,7 +376,7 @@ def test_mistakes_are_told(still: Command) -> None:
             f"less than or equal to {MAX_LINES}",
         ),
         (add, "NAME as `ssh NAME` has it"),
-        ((*add, "--host", "h h"), "is no name of a host"),
+        ((*add, "--host", "h h"), "is not a name of a host"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "is SHA256: and 43 characters"),
         ((*add, "--slots", "2"), "name it, as --engine slurm"),

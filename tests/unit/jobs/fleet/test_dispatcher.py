@@ -680,7 +680,7 @@ def stuck(fleet: InProcessFleet) -> list[str]:
 
 NOT_TAKEN = [
     OSError(errno.ENOSPC, "No space left on device"),
-    BadAnswer("the answer is no JSON"),
+    BadAnswer("the answer is not JSON"),
     OutcomeUnknown("no answer within 300 s"),
 ]
 

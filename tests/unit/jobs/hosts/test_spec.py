@@ -58,7 +58,7 @@ def test_paths_that_leave_the_folder(path: str) -> None:
     ("spec", "word"),
     [
         *[
-            (JobSpec(("true",), environment={name: "x"}), "is no name")
+            (JobSpec(("true",), environment={name: "x"}), "is not a name")
             for name in ("", "1ST", "A B", "A=B", "A\0", "Ä", "a-b", "A" * 129)
         ],
         (JobSpec(()), "no command"),

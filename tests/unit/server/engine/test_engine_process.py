@@ -88,7 +88,7 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
     assert expected <= {*records}
     bugs = [message for _, message in records if "Traceback" in message]
     assert any("`divide` failed" in each for each in bugs)
-    assert not any("a key" in each for each in bugs), "what is raised on purpose is no bug"
+    assert not any("a key" in each for each in bugs), "what is raised on purpose is not a bug"
     assert capfd.readouterr() == ("", "")
 
 

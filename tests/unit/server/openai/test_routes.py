@@ -236,7 +236,7 @@ OTHER_TYPES = [
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"type": "custom"}]}],
-        "is no call of a function",
+        "is not a call of a function",
     ),
 ]
 

@@ -230,7 +230,7 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         assert answer is not None
         assert answer.state == "failed"
         wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
-        service.use_up_number(wrong, UsageError("no_such_field is no field"))
+        service.use_up_number(wrong, UsageError("no_such_field is not a field"))
         assert service.futures.waiting == 1, "for those before it"
         await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:

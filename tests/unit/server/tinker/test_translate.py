@@ -139,7 +139,7 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("has 'mask'", lambda r: r.data[0].loss_fn_inputs["mask"].CopyFrom(_weights(r))),
     (r"\['weights'\] is missing", lambda r: r.data[0].loss_fn_inputs.pop("weights")),
     ("has 0 numbers, but there are 1 tokens", _set("dense", b"")),
-    ("has 3 bytes, which is no multiple of 4", _set("dense", b"123")),
+    ("has 3 bytes, which is not a multiple of 4", _set("dense", b"123")),
     (r"\['weights'\]\[0\] is nan", _set("dense", NAN)),
     (r"has 1 numbers; its shape \[1, 2\] has 2", lambda r: _targets(r).shape.append(2)),
     (r"has the shape \[2\]; there are 1 tokens", lambda r: _weights(r).shape.append(2)),

@@ -1,4 +1,4 @@
-"""The forms in which rows keep messages, and what is no message."""
+"""The forms in which rows keep messages, and what is not a message."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "told"), [
-    ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"), ("own_pipelines.py", "own_pipelines.py is no function"),
-    ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is no function"), ("own_pipelines.py:shor", "has no `shor`"),
+    ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"), ("own_pipelines.py", "own_pipelines.py is not a function"),
+    ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is not a function"), ("own_pipelines.py:shor", "has no `shor`"),
     ("own_pipelines.py:wrong", "Expected a row"), ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
     ("own_pipelines.py:short", r"gives None \(row 1\)"), ("generic", "no column 'prompt'. It has: q, id"),
 ])  # fmt: skip

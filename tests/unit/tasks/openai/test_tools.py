@@ -1,4 +1,4 @@
-"""Calls in the notations of the families, what is no call, and what a stream may show of a text before it is known to be one."""
+"""Calls in the notations of the families, what is not a call, and what a stream may show of a text before it is known to be one."""
 
 import json
 from pathlib import Path

@@ -125,7 +125,7 @@ def test_code_of_a_recorded_base_runs_for_nobody_who_has_not_said_so(runs):
 @pytest.mark.parametrize(("arguments", "told"), [
     ({"to": "jsonl", "dtype": "bfloat16"}, "--dtype has no effect"),
     ({"to": "merged", "converter": Path("x.py")}, "--converter has no effect"), ({"to": "gguf", "converter": Path("none.py")}, "none.py"),
-    ({"to": "adapter", "run": "other"}, "'other'"), ({"to": "adapter", "run": "base"}, "'base' is no run"),
+    ({"to": "adapter", "run": "other"}, "'other'"), ({"to": "adapter", "run": "base"}, "'base' is not a run"),
 ])  # fmt: skip
 def test_invalid_exports_are_refused_before_anything_is_written(runs, tmp_path, arguments, told):
     given = {"run": "toy", **arguments}
