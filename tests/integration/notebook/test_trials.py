@@ -198,7 +198,7 @@ def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_en
 
 def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path):
     wrong: tuple[tuple[Any, str], ...] = (
-        ({}, "no mapping, or empty"), ([1], "no mapping"), ({"learning_rat": [0.1]}, "learning_rat"),
+        ({}, "not a mapping, or empty"), ([1], "not a mapping"), ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"), ({"learning_rate": Between(0.1, 0.1)}, "not below"),
         ({"learning_rate": Between(0.0, 0.1, log=True)}, "0.0 has no logarithm"),
         ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"), ({"beta": Between(0, True)}, "beta: .* not True"),

@@ -128,7 +128,7 @@ def test_a_config_that_waits_is_not_waited_for(
 
 @pytest.mark.parametrize("name", ["", "-oProxyCommand=true", "a b", "a\0b"])
 def test_an_invalid_host_name_never_reaches_ssh(name: str) -> None:
-    with pytest.raises(UsageError, match="no name of a host"):
+    with pytest.raises(UsageError, match="not a name of a host"):
         resolve_alias(name)
 
 

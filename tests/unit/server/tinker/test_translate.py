@@ -251,7 +251,7 @@ def test_what_dro_and_gspo_look_at_beside_advantages() -> None:
 
 
 def test_bytes_that_are_no_protobuf_are_refused() -> None:
-    with pytest.raises(UsageError, match="no protobuf message"):
+    with pytest.raises(UsageError, match="not a protobuf message"):
         translate.parse_forward_backward(b"\xff\xff\xff")
 
 

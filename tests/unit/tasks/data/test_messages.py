@@ -80,7 +80,7 @@ def test_arguments_of_tool_calls_are_objects_and_padding_is_gone_at_every_depth(
 
 
 @pytest.mark.parametrize(("value", "told"), [
-    (None, "no text and no messages"), (3, "no text and no messages"), ([], "no messages"), ("  ", "empty"), (["hi"], "no mapping"),
+    (None, "no text and no messages"), (3, "no text and no messages"), ([], "no messages"), ("  ", "empty"), (["hi"], "not a mapping"),
     ([{"content": "hi"}], "under `role`"), ([{"role": "asistant", "content": "hi"}], "'asistant'"), ([{"role": "user"}], "no text"),
     ([{"role": "user", "content": [{"type": "image"}]}], "more than text"), ({"role": ["user"], "content": []}, "as many roles"),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_teachers_answer_is_the_completion() -> None:
     step = find_pipeline("generic", teacher=True)
     assert step({"prompt": "a", "answer": "b"}) == {**PAIR, "completion": "b"}
     assert step({"messages": CHAT}) == {"messages": CHAT}, "rows of another kind stay"
-    with pytest.raises(Unusable, match="no text"):
+    with pytest.raises(Unusable, match="not text"):
         find_pipeline("generic")({"prompt": CHAT})
 
 
