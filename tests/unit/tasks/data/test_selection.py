@@ -134,7 +134,7 @@ def test_what_was_solved_enters_with_the_mean_of_its_group():
     assert {entry.mean for entry in entries} == {0.5}
 
 
-def test_what_was_solved_fills_half_of_a_step_at_most():
+def test_replayed_groups_fill_at_most_half_of_a_step():
     course = Course(selection(replay=REPLAY), solved_if_even)
     course.step(0)
     for step in range(1, 6):
@@ -271,7 +271,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(at, ahead):
     assert again.chosen.state() == whole.chosen.state()
 
 
-def test_what_was_chosen_ahead_is_not_chosen_anew():
+def test_draws_chosen_ahead_are_kept():
     """The step was planned when nothing was kept; a resume, which knows more, must not choose otherwise."""
     course = Course(selection(replay=REPLAY), lambda choice: 1.0)
     course.chosen.plan(1, 1, 4)
