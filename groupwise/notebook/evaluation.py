@@ -37,7 +37,8 @@ def evaluate(
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
     right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,
     several at temperature 1, unless the overrides have an eval.temperature. For rubrics, rubric_overlap is the mean reward. `reward` is
-    that of the functions given here, else of those of the config; if the training had others, a note says so.
+    that of the functions given here; if none are given, of those of the last training with this session, or else of the config. If the
+    run had others, a note says so.
     """
     refuse_other(config, session)
     core = session.core.config
@@ -49,6 +50,8 @@ def evaluate(
                 f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
             )
     sets_temperature = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
+    if reward_functions is None and not extra_reward_functions:
+        reward_functions, extra_reward_functions = session.given_rewards
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     facts = reward_facts(rewards)
     policy = "base"

@@ -24,6 +24,7 @@ from groupwise.notebook.datasets import dataset_of, prepare_datasets, replacemen
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.previous_runs import describe_run, free_name, newest_alike
 from groupwise.notebook.record import Record
+from groupwise.notebook.rewards import RewardList
 from groupwise.notebook.rows import kind_of
 from groupwise.notebook.sampler import Sampler
 from groupwise.runs import find
@@ -42,6 +43,8 @@ class Session:
     """The URL of the training server that computes; None for this machine."""
     folder: Path | None = None
     """The run's folder: of the training, or of an earlier one with the same config and rows."""
+    given_rewards: tuple[RewardList | None, RewardList] = field(default=(None, ()), repr=False)
+    """`reward_functions` and `extra_reward_functions` of the last training with this session; an evaluation uses them too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         rows = name in ("train_dataset", "test_dataset")

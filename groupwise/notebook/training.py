@@ -79,6 +79,7 @@ def train_grpo(
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
+    session.given_rewards = reward_functions, extra_reward_functions
     page = kernel_display() is not None
     return run_training(session, rewards, [] if page else [Completions()], resume=resume)
 

@@ -123,9 +123,17 @@ class AlgorithmConfig(Strict):
         """Report a preset of another algorithm, knobs that conflict, and knobs without effect."""
         preset = PRESETS[self.preset] if self.preset else None
         if preset and preset.algorithm != self.type:
+            defaults = {knob.name: knob.default for knob in fields(kind_of(self.type))}
+            others = [
+                f"{knob}: {json.dumps(value)}"
+                for knob, value in preset.knobs.items()
+                if value != defaults.get(knob, value)
+            ]
             yield Conflict(
-                f"preset {self.preset} is {preset.algorithm}, but type is {self.type}. Leave "
-                "type out, or leave preset out and give its values one by one.",
+                f"preset {self.preset} is {preset.algorithm}, but type is {self.type}. Leave type out, or set algorithm.preset=null"
+                + (
+                    f"; {self.type} has other defaults than {', '.join(others)}." if others else "."
+                ),
                 ("preset", "type"),
             )
             return

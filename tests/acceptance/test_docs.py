@@ -324,7 +324,7 @@ def started_by_torchrun(words: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *alone, *adapted]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stderr}"
-    assert '"learners": 2' in ended.stdout
+    assert re.search(r"^  learners +2$", ended.stdout, re.MULTILINE)
 
 
 def look_at(words: list[str]) -> None:
@@ -502,9 +502,9 @@ def known(words: list[str]) -> bool:
             return all((ROOT / word).exists() for word in rest if word.startswith("deploy/"))
         case ["pip", "install", "torch", "--index-url", index]:
             return f'"{index}"' in (ROOT / "scripts/bootstrap.py").read_text()
-        case ["jupyter", "lab", notebook]:
+        case ["jupyter", "lab", "--notebook-dir", ".", notebook]:
             return (ROOT / notebook).is_file()
-        case ["pip", "install", target] | ["pip", "install", target, "jupyterlab"]:
+        case ["pip", "install", target] | ["pip", "install", target, "jupyterlab", "ipywidgets"]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             wanted = re.fullmatch(r"(?:\.|groupwise)\[([\w,]+)\]", target)
             return wanted is not None and set(wanted[1].split(",")) <= set(

@@ -91,9 +91,10 @@ class Code:
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
 
     def as_html(self) -> str:
-        """An HTML block; its lines wrap if the page is narrower."""
+        """An HTML block. If the page is narrower, its lines wrap, but not within words (Jupyter's own style for `pre` would)."""
         title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
-        return f'{title}<pre style="margin: .3em 0 .6em; white-space: pre-wrap">{as_html(self.text)}</pre>'
+        style = "margin: .3em 0 .6em; white-space: pre-wrap; word-break: normal"
+        return f'{title}<pre style="{style}">{as_html(self.text)}</pre>'
 
 
 class Output:

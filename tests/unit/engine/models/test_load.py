@@ -75,6 +75,8 @@ def test_a_hub_id_without_the_hub(monkeypatch):
         told = ("model.name 'nobody/nothing-1b'", str(Path.cwd()), "'v2'", "smollm2-135m-instruct")
         assert all(each in said for each in told)
     assert "Did you mean tiny?" in message(load_tokenizer, named("tinny"))
+    hub_id = BUNDLED["smollm2-135m-instruct"].hub_id
+    assert "135m-instruct is this model" in message(load_tokenizer, named(hub_id, revision="v2"))
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     said = message(load_tokenizer, named("smollm2-135m-instruct"))
     assert "fetch-model smollm2-135m-instruct" in said

@@ -181,6 +181,20 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     assert told(report) == set(lost.split())
 
 
+def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_here() -> None:
+    lines = "max_steps: 10\nwarmup_steps: 8\nsave_steps: 6\nlogging_steps: 1\neval_strategy: steps\neval_steps: 3"
+    config, report = small(f"num_iterations: 2\nsteps_per_generation: 2\n{lines}")
+    assert (config["training"]["max_steps"], config["training"]["warmup_steps"]) == (3, 2)
+    assert (config["run"]["save_steps"], config["eval"]["eval_steps"]) == (2, 1)
+    assert config["run"].get("logging_steps", 1) == 1
+    assert "10 ÷ 4, rounded up" in Path(report.details["file"]).read_text()
+    one_each, _ = small(lines)
+    assert (one_each["training"]["max_steps"], one_each["run"]["save_steps"]) == (10, 6)
+    epochs, _ = small("num_iterations: 2")  # an epoch has each prompt once in both
+    assert epochs["training"]["max_steps"] is None
+    assert epochs["training"]["num_train_epochs"] == 3
+
+
 def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
     config, report = small(
         "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
