@@ -29,7 +29,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
-from benchmarks.work import Work
+from benchmarks.work import Workload
 from groupwise.algorithms.registry import make
 from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.learner.gradient_flow import native_computations, slope
@@ -44,7 +44,7 @@ from groupwise.engine.models.native.weights import native_model
 
 RATES = (1e-6, 1e-5, 1e-4)
 UPDATES = 10
-WORK = Work((60, 60), 4, 24)
+WORK = Workload((60, 60), 4, 24)
 
 Spread = dict[str, float]
 """The `median` over all layers, the `least` and the `most`."""

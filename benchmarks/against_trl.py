@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import groupwise_side, trl_side
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread, times
-from benchmarks.work import CORNERS, MODEL, NATURAL, ON_A_GPU, W1, Rules, Work
+from benchmarks.work import CORNERS, MODEL, NATURAL, ON_A_GPU, W1, Rules, Workload
 
 SIDES = {"groupwise": groupwise_side.serve, "trl": trl_side.serve}
 PHASES = ("sampling", "learning", "step")
@@ -141,7 +141,7 @@ def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
     return [1000 * each / count for each, count in zip(seconds, tokens, strict=True)]
 
 
-def compare(work: Work, repetitions: int, rules: Rules, *, in_turn: bool) -> dict[str, Any]:
+def compare(work: Workload, repetitions: int, rules: Rules, *, in_turn: bool) -> dict[str, Any]:
     """Both sides' figures, step by step in turns, or one side after the other. Before and after them is a step whose memory is watched,
     which takes time."""
     results: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def micro_batches(groups: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def first_that_fits(name: str, work: Work, rules: Rules, tries: Sequence[int]) -> Side:
+def first_that_fits(name: str, work: Workload, rules: Rules, tries: Sequence[int]) -> Side:
     """A side that has taken a watched step, with the first of these micro-batches for which there is memory."""
     for groups in tries:
         side = Side(name, work, replace(rules, groups=groups))
@@ -193,7 +193,7 @@ def first_that_fits(name: str, work: Work, rules: Rules, tries: Sequence[int]) -
 class Side:
     """One of the two, in its process."""
 
-    def __init__(self, name: str, work: Work, rules: Rules) -> None:
+    def __init__(self, name: str, work: Workload, rules: Rules) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=SIDES[name], args=(theirs, work, rules))
@@ -247,7 +247,7 @@ class Side:
 
 def show(name: str, result: dict[str, Any]) -> None:
     """A table for people: both sides, and how many times as fast Groupwise is."""
-    work = Work(**result["work"])
+    work = Workload(**result["work"])
     print(f"\n{name}: {work.described}")
     ours, theirs = result["groupwise"], result["trl"]
     unit = "ms per token" if work.natural else "s"

@@ -22,12 +22,12 @@ from statistics import median
 
 from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug, spread
-from benchmarks.work import W1, Work
+from benchmarks.work import W1, Workload
 from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
 from groupwise.training.assembly.start import training_parts
 
-WORKS = {"W1": W1, "small": Work((20, 30), 8, 8)}
+WORKS = {"W1": W1, "small": Workload((20, 30), 8, 8)}
 LAYOUTS = {"processes": 2, "threads": 1}
 """How many processes share the threads."""
 PHASES = ("sampling", "learning", "step")
@@ -60,7 +60,7 @@ def main() -> None:
         print(f"stored in {file}")
 
 
-def measured(work: Work, threads: int, processes: int, repetitions: int) -> dict[str, Seconds]:
+def measured(work: Workload, threads: int, processes: int, repetitions: int) -> dict[str, Seconds]:
     """Seconds alone and beside a neighbour."""
     config = config_of(work, "auto", threads, processes)
     layout = placement.choose_layout(config, longest_prompt=work.longest)
@@ -71,7 +71,7 @@ def measured(work: Work, threads: int, processes: int, repetitions: int) -> dict
         return asyncio.run(_steps(parts, work, repetitions))
 
 
-async def _steps(parts: Parts, work: Work, repetitions: int) -> dict[str, Seconds]:
+async def _steps(parts: Parts, work: Workload, repetitions: int) -> dict[str, Seconds]:
     found: dict[str, Seconds] = {
         kind: {phase: [] for phase in PHASES} for kind in ("quiet", "busy")
     }

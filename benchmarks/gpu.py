@@ -29,7 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step import RESULTS, learn, machine, requests, rows_of, slug
-from benchmarks.work import LEARNING_RATE, RANK, Work
+from benchmarks.work import LEARNING_RATE, RANK, Workload
 from groupwise.core.atomic_files import write_json
 from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.types import OptimiserParams, Row
@@ -72,7 +72,7 @@ class Size:
     vocabulary: int
     tied: bool
     """Whether the embeddings and the output head share their weights."""
-    work: Work
+    work: Workload
 
     @property
     def body(self) -> int:
@@ -130,10 +130,10 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(64, 96, 2, 4, 2, 49_152, True, Work((20,) * 2, 8, 8)),
-    "135M": Size(576, 1536, 30, 9, 3, 49_152, True, Work((100,) * 8, 8, 128)),
-    "1.5B": Size(1536, 8960, 28, 12, 2, 151_936, True, Work((512,) * 32, 8, 256)),
-    "8B": Size(4096, 14_336, 32, 32, 8, 128_256, False, Work((512,) * 16, 4, 256)),
+    "tiny": Size(64, 96, 2, 4, 2, 49_152, True, Workload((20,) * 2, 8, 8)),
+    "135M": Size(576, 1536, 30, 9, 3, 49_152, True, Workload((100,) * 8, 8, 128)),
+    "1.5B": Size(1536, 8960, 28, 12, 2, 151_936, True, Workload((512,) * 32, 8, 256)),
+    "8B": Size(4096, 14_336, 32, 32, 8, 128_256, False, Workload((512,) * 16, 4, 256)),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.memory import used_on_the_gpu
 from benchmarks.step import config_of, one_step, request
-from benchmarks.work import Rules, Work, prompts
+from benchmarks.work import Rules, Workload, prompts
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
@@ -19,7 +19,7 @@ from groupwise.training.assembly.prepare import expect_ranks
 from groupwise.training.assembly.start import training_parts
 
 
-def serve(connection: Connection, work: Work, rules: Rules) -> None:
+def serve(connection: Connection, work: Workload, rules: Rules) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
     config = config_of(work, rules.dtype, model=rules.model)
     expect_ranks(config)  # as the command line does
@@ -32,7 +32,7 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
         asyncio.run(_steps(connection, work, parts, tokenizer))
 
 
-async def _steps(connection: Connection, work: Work, parts: Parts, tokenizer: Any) -> None:
+async def _steps(connection: Connection, work: Workload, parts: Parts, tokenizer: Any) -> None:
     await parts.sampler.load(await parts.learner.publish(0))
     connection.send({})
     number = 0
@@ -41,7 +41,7 @@ async def _steps(connection: Connection, work: Work, parts: Parts, tokenizer: An
         number += 1
 
 
-async def _step(work: Work, parts: Parts, tokenizer: Any, number: int) -> dict[str, float]:
+async def _step(work: Workload, parts: Parts, tokenizer: Any, number: int) -> dict[str, float]:
     texts = prompts(work, tokenizer, number)
     requests = [
         request(work, draw, tokenizer(text)["input_ids"], number, parts.stop_token_ids)

@@ -34,12 +34,12 @@ from benchmarks.web import (
     filled,
     in_several_scripts,
 )
-from benchmarks.work import Work
+from benchmarks.work import Workload
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.engine.models.bundled import fetch_model
 from groupwise.runs import checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
-from groupwise.runs.record_segments import write_piece
+from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.store import Store
 from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
@@ -116,7 +116,7 @@ def preparing(prompts: int) -> float:
         return (time.process_time() - begun) / prompts
 
 
-def stepping(work: Work) -> float:
+def stepping(work: Workload) -> float:
     """A token of a completion is sampled and learnt from, by the tiny model with room for long texts, in this process."""
     prompt = [10 + number % 50 for number in range(work.longest)]
 
@@ -150,7 +150,7 @@ def recorded(rollouts: int, folder: Path) -> Path:
             add_step(store, step, write=in_several_scripts, groups=GROUPS, members=MEMBERS)
             if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
                 with checkpoints.begin(building / CHECKPOINTS, step + 1) as place:
-                    write_piece(building, building / RECORD, place, step + 1)
+                    write_record_segment(building, building / RECORD, place, step + 1)
                     recovery.carry(building, place, step + 1)
                     checkpoints.finish(place, step + 1)
                 checkpoints.prune(building / CHECKPOINTS, 2)
@@ -249,8 +249,8 @@ def cases(rollouts: int, folder: Path) -> list[Case]:
     few = rollouts // 100
     return [
         Case("prompts of a run", "prompt", 1000, 10_000, preparing),
-        Case("completions of a prompt", "token", 16, 256, lambda count: stepping(Work((64,), count, 48))),
-        Case("tokens of a completion", "token", 64, 4096, lambda count: stepping(Work((64,), 4, count)),
+        Case("completions of a prompt", "token", 16, 256, lambda count: stepping(Workload((64,), count, 48))),
+        Case("tokens of a completion", "token", 64, 4096, lambda count: stepping(Workload((64,), 4, count)),
              "each token attends to all before it"),
         Case("rollouts in the record", "rollout", few, rollouts, partial(committing, folder=folder)),
         Case("resume, by rollouts in the record", "resume", few, rollouts, partial(resuming, folder=folder),

@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.step import RESULTS, config_of, machine, quick_dtype, requests, slug, spread
-from benchmarks.work import W1, Work
+from benchmarks.work import W1, Workload
 from groupwise.core.types import GroupRequest, Sampler
 from groupwise.engine.models.native.linear import Linear
 from groupwise.engine.sampler.native.engine import CompiledAttention
@@ -30,7 +30,7 @@ from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
 from groupwise.training.assembly.start import training_parts
 
-HALF = Work(W1.prompts[::2], W1.members, W1.new_tokens)
+HALF = Workload(W1.prompts[::2], W1.members, W1.new_tokens)
 PARTS: tuple[str, ...] = ("products", "head", "attention", "drawing", "rest")
 
 Token = dict[str, float]

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, measure, quick_dtype, slug
-from benchmarks.work import MODEL, W1, Work
+from benchmarks.work import MODEL, W1, Workload
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.load import read_model_config
 from groupwise.engine.models.machine import has_bfloat16, prepare_process
@@ -129,7 +129,7 @@ def measured_steps(dtype: str, repetitions: int) -> dict[str, list[float]]:
         return asyncio.run(measure(parts, repetitions))
 
 
-def rows_of(work: Work, processes: int) -> dict[str, int]:
+def rows_of(work: Workload, processes: int) -> dict[str, int]:
     """Rows of a product in each process; prompts are computed one by one."""
     return {
         "decoding": -(-len(work.prompts) * work.members // processes),
@@ -139,7 +139,7 @@ def rows_of(work: Work, processes: int) -> dict[str, int]:
 
 
 def floors_of(
-    work: Work, sizes: Sizes, rates: Rates, item_bytes: int, layout: placement.Layout
+    work: Workload, sizes: Sizes, rates: Rates, item_bytes: int, layout: placement.Layout
 ) -> dict[str, float]:
     """Seconds of each phase at best."""
     products = rates.products
@@ -170,13 +170,13 @@ def forward_flops(sizes: Sizes, tokens: int) -> float:
     return 2.0 * sizes.body * tokens
 
 
-def learning_flops(work: Work, sizes: Sizes) -> float:
+def learning_flops(work: Workload, sizes: Sizes) -> float:
     """Forward and the gradient of the inputs."""
     tokens = sum(work.prompts) + work.sampled
     return 2 * forward_flops(sizes, tokens) + 2 * 2.0 * sizes.output * work.sampled
 
 
-def sampling_floor(work: Work, sizes: Sizes, rate: float, weights_per_second: float) -> float:
+def sampling_floor(work: Workload, sizes: Sizes, rate: float, weights_per_second: float) -> float:
     """Seconds of decoding all completions beside each other; the first token of each comes with its prompt."""
     weights = sizes.body + sizes.output
     rows = len(work.prompts) * work.members

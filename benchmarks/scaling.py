@@ -23,7 +23,7 @@ from benchmarks.apart import apart
 from benchmarks.learning import IMAGES
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, config_of, machine, measure, one_step, requests, slug
-from benchmarks.work import Work
+from benchmarks.work import Workload
 from groupwise.core.terminal.plot import Series, svg_curve
 from groupwise.training import placement
 from groupwise.training.assembly.parts import Parts
@@ -34,11 +34,11 @@ Cell = dict[str, float]
 
 SWEEPS = {
     "completions": [
-        Work((64,), 4, 48),
-        *(Work((64,) * count, 8, 48) for count in (1, 2, 4, 8)),
+        Workload((64,), 4, 48),
+        *(Workload((64,) * count, 8, 48) for count in (1, 2, 4, 8)),
     ],
-    "completion tokens": [Work((64,) * 2, 8, length) for length in (48, 128, 256, 512, 1024)],
-    "prompt tokens": [Work((length,) * 2, 8, 48) for length in (50, 200, 800)],
+    "completion tokens": [Workload((64,) * 2, 8, length) for length in (48, 128, 256, 512, 1024)],
+    "prompt tokens": [Workload((length,) * 2, 8, 48) for length in (50, 200, 800)],
 }
 
 
@@ -71,7 +71,7 @@ def main() -> None:
             draw(name, list(cells.values()))
 
 
-def size(sweep: str, work: Work) -> float:
+def size(sweep: str, work: Workload) -> float:
     """What a sweep varies."""
     sizes = {
         "completions": len(work.prompts) * work.members,
@@ -81,7 +81,7 @@ def size(sweep: str, work: Work) -> float:
     return float(sizes[sweep])
 
 
-def measured(work: Work, repetitions: int) -> dict[str, float]:
+def measured(work: Workload, repetitions: int) -> dict[str, float]:
     """Seconds of the fastest of some steps after one that is not counted, and the most memory in one more, which looking slows down."""
     config = config_of(work, "auto")
     layout = placement.choose_layout(config, longest_prompt=work.longest)
@@ -99,7 +99,7 @@ def measured(work: Work, repetitions: int) -> dict[str, float]:
     }
 
 
-async def _steps(parts: Parts, work: Work, repetitions: int, watch: Watch) -> Any:
+async def _steps(parts: Parts, work: Workload, repetitions: int, watch: Watch) -> Any:
     seconds = await measure(parts, repetitions, work)
     with watch:
         return seconds, await one_step(parts, requests(work, repetitions + 1), repetitions + 1)

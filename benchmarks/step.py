@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
+from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Workload
 from groupwise.algorithms.registry import make
 from groupwise.core.types import (
     Completion,
@@ -76,7 +76,7 @@ def main() -> None:
         )
 
 
-async def measure(parts: Parts, repetitions: int, work: Work = W1) -> dict[str, list[float]]:
+async def measure(parts: Parts, repetitions: int, work: Workload = W1) -> dict[str, list[float]]:
     """Seconds of each phase in each repetition, after one that is not counted."""
     phases: dict[str, list[float]] = {
         "sampling": [],
@@ -136,7 +136,7 @@ async def learn(learner: Learner, rows: Sequence[Row]) -> None:
 
 
 def config_of(
-    work: Work,
+    work: Workload,
     dtype: str,
     threads: int | None = None,
     processes: int | None = None,
@@ -163,7 +163,7 @@ def config_of(
 
 
 def request(
-    work: Work, draw: int, prompt: Sequence[int], repetition: int, stops: tuple[int, ...] = ()
+    work: Workload, draw: int, prompt: Sequence[int], repetition: int, stops: tuple[int, ...] = ()
 ) -> GroupRequest:
     """A group of the work, with other seeds in each repetition; with natural lengths, `stops` end a completion."""
     rng = random.Random(f"{repetition}/{draw}")
@@ -172,7 +172,7 @@ def request(
     return GroupRequest(draw, tuple(prompt), seeds, params)
 
 
-def requests(work: Work, repetition: int) -> list[GroupRequest]:
+def requests(work: Workload, repetition: int) -> list[GroupRequest]:
     """The groups of one step, for random prompts."""
     return [
         request(work, draw, random_prompt(draw, length, repetition), repetition)

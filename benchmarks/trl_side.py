@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.memory import used_on_the_gpu
 from benchmarks.step import config_of
-from benchmarks.work import MODEL, Rules, Work, prompts
+from benchmarks.work import MODEL, Rules, Workload, prompts
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.machine import prepare_process
 from groupwise.engine.models.tokenizer import resolve
@@ -33,7 +33,7 @@ class Ended(Exception):
     """No further step is asked for."""
 
 
-def serve(connection: Connection, work: Work, rules: Rules) -> None:
+def serve(connection: Connection, work: Workload, rules: Rules) -> None:
     """Answer each message with the seconds of a step until one says `end`; with `OUT_OF_MEMORY` if a micro-batch does not fit."""
     import torch
     from datasets import Dataset

@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What one step samples and learns from."""
 
     prompts: tuple[int, ...]
@@ -64,17 +64,17 @@ class Rules:
     """Groups in a micro-batch of TRL."""
 
 
-W1 = Work((53, 73, 86, 91), 8, 48)
+W1 = Workload((53, 73, 86, 91), 8, 48)
 CORNERS = {
-    "short": Work((50,) * 4, 4, 48),
-    "many": Work((50, 50), 32, 48),
-    "long prompts": Work((800,) * 4, 8, 48),
-    "long completions": Work((50,) * 4, 8, 256),
-    "one long group": Work((200,), 16, 256),
-    "long everything": Work((800, 800), 4, 256),
+    "short": Workload((50,) * 4, 4, 48),
+    "many": Workload((50, 50), 32, 48),
+    "long prompts": Workload((800,) * 4, 8, 48),
+    "long completions": Workload((50,) * 4, 8, 256),
+    "one long group": Workload((200,), 16, 256),
+    "long everything": Workload((800, 800), 4, 256),
 }
-ON_A_GPU = Work((512,) * 32, 8, 256)
-NATURAL = Work((80,) * 4, 8, 128, natural=True)
+ON_A_GPU = Workload((512,) * 32, 8, 256)
+NATURAL = Workload((80,) * 4, 8, 128, natural=True)
 QUESTIONS = (
     "What is {} + {}? Answer with the number only.",
     "Name {} animals and {} plants, nothing else.",
@@ -83,7 +83,7 @@ QUESTIONS = (
 )
 
 
-def prompts(work: Work, tokenizer: Any, step: int) -> tuple[str, ...]:
+def prompts(work: Workload, tokenizer: Any, step: int) -> tuple[str, ...]:
     """Texts of exactly so many tokens, or questions in the model's chat format; others in each step."""
     rng = random.Random(step)
     if work.natural:

@@ -233,7 +233,7 @@ class View:
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    """A description of each path; anything but files, folders and links is no part of a volume."""
+    """A description of each path; anything but files, folders and links is not part of a volume."""
     found: dict[str, Any] = {}
     todo = [""]
     while todo:

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.attempts.controller import Collected, MemberOutput
 from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses
+from groupwise.jobs.fleet.attempts.watching import PollTiming
 from groupwise.jobs.fleet.dispatcher import (
     DispatcherDependencies,
     GlobalJobDispatcher,
@@ -92,7 +92,7 @@ class Fetched:
 def quick() -> Tuning:
     return Tuning(
         intervals=Intervals(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
-        pauses=Pauses(first=0.004, longest=0.02, idle=0.05, poll=0.5),
+        poll_timing=PollTiming(first=0.004, longest=0.02, idle=0.05, poll=0.5),
         rng=NoJitter(),
     )
 

@@ -127,7 +127,7 @@ OF_ORDERS = ("gpus", "nodes", "meets_at", "place_options")
 
 
 def order(name: str, script: str, *words: str, **fields: Any) -> Order:
-    """A script of Python. `values`: of secrets; all that is no field of an order is one of what is run."""
+    """A script of Python. `values`: of secrets; all that is not a field of an order is one of what is run."""
     own = {each: fields.pop(each) for each in OF_ORDERS if each in fields}
     values = fields.pop("values", {})
     spec = JobSpec(("python3", "-c", script, *words), **{"secrets": tuple(values), **fields})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.core.types import Completion, Example, GroupRequest, Policy, Prompt, SamplingParams
-from groupwise.tasks.rollouts.asking import RolloutRequest
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.seeds import member_seed
 
 Say = Callable[[int, str], str]

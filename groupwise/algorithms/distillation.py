@@ -193,7 +193,7 @@ def _from_top_k(batch: TokenBatch, teacher_BT: Tensor, top_k: int) -> tuple[Toke
     """
     rows, width = batch.mask_BT.shape
     targets = 1 + top_k
-    assert width % targets == 0, f"{width} targets, which is no multiple of {targets}"
+    assert width % targets == 0, f"{width} targets, which is not a multiple of {targets}"
 
     def by_token(values_BT: Tensor) -> Tensor:
         return values_BT.reshape(rows, width // targets, targets)

@@ -61,7 +61,7 @@ def refuse_own(name: object) -> None:
 
 
 def _check(kind: Any, name: str, full_name: str) -> None:
-    """Give the class its full name. Raises TaskError if it is no algorithm, or cannot be made from its defaults."""
+    """Give the class its full name. Raises TaskError if it is not an algorithm, or cannot be made from its defaults."""
     base = f"{GroupRelative.__module__}.{GroupRelative.__name__}"
     if not inspect.isclass(kind) or not issubclass(kind, GroupRelative):
         raise TaskError(
@@ -70,7 +70,7 @@ def _check(kind: Any, name: str, full_name: str) -> None:
         )
     if not is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
         raise TaskError(
-            f"algorithm.type is {name}, which is no dataclass, so that its knobs would not be seen. Put "
+            f"algorithm.type is {name}, which is not a dataclass, so that its knobs would not be seen. Put "
             "@dataclass(frozen=True, kw_only=True) before the class."
         )
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):

@@ -69,7 +69,7 @@ def _project_dir(text: str) -> Path:
     project = Path(os.path.abspath(Path(text).expanduser()))
     if not project.is_dir():
         raise UsageError(
-            f"--project-dir {text}: {project} is no folder, so there is no project to send."
+            f"--project-dir {text}: {project} is not a folder, so there is no project to send."
         )
     return project
 

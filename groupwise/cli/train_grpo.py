@@ -14,7 +14,7 @@ from groupwise.cli.output import Stopped, run_command
 from groupwise.cli.rl import Overrides, ResumeOptions, write_outcome
 from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
 
-ELSEWHERE = {
+EQUIVALENT_FLAGS = {
     **dict.fromkeys(("model_name_or_path", "model_name", "model_id"), "--model"),
     **dict.fromkeys(("dataset_name", "train_dataset", "dataset_path"), "--dataset"),
     **dict.fromkeys(("reward_funcs", "reward_functions", "reward"), "--reward_function"),
@@ -39,8 +39,8 @@ class _FlagCommand(Command):
             return super().parse_args(ctx, args)
         except Exception as error:
             unknown = str(getattr(error, "option_name", "")).lstrip("-")
-            if unknown in ELSEWHERE:
-                error.possibilities = [ELSEWHERE[unknown]]  # type: ignore[attr-defined] — which the message names
+            if unknown in EQUIVALENT_FLAGS:
+                error.possibilities = [EQUIVALENT_FLAGS[unknown]]  # type: ignore[attr-defined] — which the message names
             raise
 
     def invoke(self, ctx: Any) -> Any:

@@ -169,7 +169,7 @@ class EndpointError(RunError):
         """`status` is the HTTP status of the last response; None if there was no response, or none that belongs to this request."""
         super().__init__(message)
         self.status = status
-        self.may_pass = False
+        self.is_retryable = False
         """True if another attempt, or another server, may succeed: there was no response, it was too slow, or the server was overloaded."""
 
 

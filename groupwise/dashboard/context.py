@@ -40,7 +40,7 @@ class DashboardContext:
             return self.runs.folder / name
         if name in {path.name for path in run_folders(self.runs.folder)}:
             raise RunNotFoundError(
-                f"{self.runs.folder / name} is no run that can be shown: it has no record ({RECORD}). A training that ended before "
+                f"{self.runs.folder / name} is not a run that can be shown: it has no record ({RECORD}). A training that ended before "
                 "its first word leaves such a folder, and so does a copy that was broken off."
             )
         raise RunNotFoundError(no_such_run(name, self.runs.folder))

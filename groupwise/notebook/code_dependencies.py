@@ -88,9 +88,8 @@ def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
     for index, instruction in enumerate(instructions):
         if instruction.opname == "IMPORT_NAME":
             level = instructions[index - 2].argval
-            imported_names = (
-                instructions[index - 1].argval or ()
-            )  # the names of `from … import names`
+            # The names of `from … import names`.
+            imported_names = instructions[index - 1].argval or ()
             with suppress(Exception, SystemExit):  # the function will raise it itself
                 name = importlib.util.resolve_name("." * level + instruction.argval, package)
                 if _is_user_module(name.partition(".")[0]):

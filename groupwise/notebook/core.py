@@ -218,9 +218,8 @@ def _overrides(config: Settings) -> list[str]:
     assignments: list[str] = []
     for key, value in pairs:
         try:
-            text = json.dumps(
-                value, default=lambda value: value.item()
-            )  # a number of numpy or torch
+            # Numbers of numpy and torch have `item`.
+            text = json.dumps(value, default=lambda value: value.item())
         except (TypeError, ValueError, AttributeError):
             raise ConfigError(
                 f"overrides: {key} is of the type {type(value).__name__}; give a number, a text, a list or None."

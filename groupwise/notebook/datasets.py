@@ -65,7 +65,7 @@ def register_dataset(name: str, loader: Loader) -> None:
     """Make a dataset known under a name. A second one of that name replaces the first, as when its cell is run again."""
     if not callable(loader):
         raise TaskError(
-            f"register_dataset({name!r}): {type(loader).__name__} is no function. Give one that takes the config and returns rows."
+            f"register_dataset({name!r}): {type(loader).__name__} is not a function. Give one that takes the config and returns rows."
         )
     if not (
         isinstance(cast("object", name), str)

@@ -37,11 +37,11 @@ from groupwise.tasks.rewards.overlap import overlap, words
 Item = TypeVar("Item")
 
 if TYPE_CHECKING:  # any sequence is taken, and held as a tuple
-    Held = Sequence[Item]
+    SequenceOf = Sequence[Item]
 else:
-    Held = Annotated[tuple[Item, ...], Field(strict=False)]
+    SequenceOf = Annotated[tuple[Item, ...], Field(strict=False)]
 
-Texts = Held[str]
+Texts = SequenceOf[str]
 LogMetric = Callable[[str, float], None]
 
 EXPECTED = "a rubric has a `name:` and `criteria:`, a set of them has `rubrics:`"
@@ -109,7 +109,7 @@ class Rubric(UserModel):
 
     name: str = setting(..., "What it is called.", min_length=1)
     description: str = setting("", "What it judges.")
-    criteria: Held[Criterion] = setting(..., "At least one.", min_length=1)
+    criteria: SequenceOf[Criterion] = setting(..., "At least one.", min_length=1)
     question_types: Texts = setting(
         (), "Values of a row's question_type that it is for; empty: any."
     )
@@ -242,7 +242,7 @@ class RubricSet(UserModel):
 
     name: str = setting("rubrics", "What it is called.", min_length=1)
     description: str = setting("", "What it is for.")
-    rubrics: Held[Rubric] = setting(..., "At least one.", min_length=1)
+    rubrics: SequenceOf[Rubric] = setting(..., "At least one.", min_length=1)
     metadata: dict[str, Any] = setting({}, "Anything else.")
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -17,8 +17,8 @@ from groupwise.engine.models.tokens import completion_text, prompt_ids
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names
 from groupwise.notebook.friendly_errors import is_count, plain_number
-from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
 from groupwise.training import placement

@@ -44,7 +44,7 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
     """Optuna's form of a space, after checking that each of its values is valid for training. Raises ConfigError."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
-            'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
+            'The space is not a mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
         )
     result: dict[str, Any] = {}
     for name, values in cast("Space", space).items():

@@ -28,7 +28,7 @@ FORMAT = 1
 """Version of the manifest and its meaning. A manifest with a higher one is refused: a newer release wrote it."""
 
 MANIFEST = "manifest.json"
-CARRIED = "run"
+RUN_FILES = "run"
 """Folder within a checkpoint of the files that only a run without its record needs (`groupwise.runs.recovery`)."""
 _NAME = re.compile(r"step-(\d+)")
 _Identity = tuple[int, int, int, int]
@@ -187,7 +187,7 @@ def read(path: Path) -> Checkpoint:
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
     """Delete all complete checkpoints except the last `keep` and the protected steps; returns the deleted steps.
 
-    Their pieces of the record are kept in the run's folder.
+    Their segments of the record are kept in the run's folder.
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
@@ -195,10 +195,10 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
         checkpoint for checkpoint in complete(folder)[:-keep] if checkpoint.step not in protect
     ]
     for checkpoint in pruned:
-        record_segments.keep_piece(checkpoint.path)
+        record_segments.keep_record_segment(checkpoint.path)
         atomic_files.remove_folder(checkpoint.path)
     if pruned:
-        record_segments.merge_kept_pieces(folder.parent)
+        record_segments.merge_kept_record_segments(folder.parent)
     return [checkpoint.step for checkpoint in pruned]
 
 
@@ -213,7 +213,7 @@ def drop_after(folder: Path, step: int) -> list[int]:
     )
     for path in reversed(later_folders):
         atomic_files.remove_folder(path)
-    record_segments.drop_pieces_after(folder.parent, step)
+    record_segments.drop_record_segments_after(folder.parent, step)
     return [_step_of(path) for path in later_folders]
 
 
@@ -316,7 +316,7 @@ def _check_files(
         size = file.stat().st_size
         if size != entry.size:
             raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
-        is_read = contents and (carried or not name.startswith(f"{CARRIED}/"))
+        is_read = contents and (carried or not name.startswith(f"{RUN_FILES}/"))
         if is_read and _sha256(file) != entry.sha256:
             raise _Damaged(f"{name} was changed since it was written")
 

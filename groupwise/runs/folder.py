@@ -108,9 +108,8 @@ class RunFolder:
         _refuse_reserved(name)
         with _explaining_folder_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
-        for building_folder in runs_dir.glob(
-            f"{atomic_files.BUILDING}*"
-        ):  # runs that died before they were published
+        # Runs that died before they were published.
+        for building_folder in runs_dir.glob(f"{atomic_files.BUILDING}*"):
             lock_file = building_folder / LOCK
             is_old = (
                 lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS
@@ -140,7 +139,7 @@ class RunFolder:
     def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
         """Open an existing run to resume it: sets its state to `running` and deletes the unfinished files of a dead process.
 
-        RunNotFoundError if it is no run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
+        RunNotFoundError if it is not a run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
         be written.
         """
         if not (path / RECORD).is_file():
@@ -406,7 +405,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Read JSON that another program may have written. Raises StoreError."""
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is not an ordinary file")
         with path.open("rb") as file:
             data = file.read(MAX_JSON + 1)
         if len(data) > MAX_JSON:

@@ -1,16 +1,16 @@
-"""The record of a run in pieces that are stored with its checkpoints: a run survives the loss of its `run.db`.
+"""The record of a run in segments that are stored with its checkpoints: a run survives the loss of its `run.db`.
 
     checkpoints/step-N/record.db    the steps since the previous checkpoint, with their metrics, rollouts and evaluations
-    records/step-N.db               the piece of a checkpoint that was deleted after newer ones were written
-    records/steps-M-to-N.db         the pieces of several such checkpoints, from step-M to step-N, merged
+    records/step-N.db               the segment of a checkpoint that was deleted after newer ones were written
+    records/steps-M-to-N.db         the segments of several such checkpoints, from step-M to step-N, merged
 
-A piece has the tables of `run.db` and exactly the same rows: it is a small complete record that is written
-once. Each piece also has the facts about the run and its resumes as they were then. All pieces in order make up
+A segment has the tables of `run.db` and exactly the same rows: it is a small complete record that is written
+once. Each segment also has the facts about the run and its resumes as they were then. All segments in order make up
 the record as of the last checkpoint; `rebuild_record` rebuilds it from them if `run.db` is missing or damaged.
 
-Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged file appears in one step, then its parts are deleted: a
-process that dies in between leaves rows in two files, which does no harm, and parts that the next merge deletes. A merged piece never
-spans a checkpoint that still exists, because a resume from there deletes all pieces that end later.
+Kept segments are merged whenever there are `MERGED_AT_ONCE` of them. The merged file appears in one step, then its parts are deleted: a
+process that dies in between leaves rows in two files, which does no harm, and parts that the next merge deletes. A merged segment never
+spans a checkpoint that still exists, because a resume from there deletes all segments that end later.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
 
-PIECE = "record.db"
-"""Name of a piece in the folder of its checkpoint."""
+SEGMENT_FILE = "record.db"
+"""Name of the segment in the folder of its checkpoint."""
 KEPT = "records"
-"""Folder of a run that holds the pieces of deleted checkpoints."""
+"""Folder of a run that holds the segments of deleted checkpoints."""
 MERGED_AT_ONCE = 64
-"""Kept pieces that are merged into one: a long run then has a few hundred files, and writes each row of its record three times in all."""
+"""Kept segments that are merged into one: a long run then has a few hundred files, and writes each row of its record three times in all."""
 MAX_CHECKED_BYTES = 512 * 2**20
 """A larger record is not read as a whole before a resume, which would take longer and longer: it takes 0.6 s of a core for this size."""
 _READ_BY_RESUMES = ("meta", "steps", "metrics", "evaluations", "warnings", "resumes")
@@ -58,20 +58,20 @@ _TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
 
 @dataclass(frozen=True, slots=True)
 class RebuiltRecord:
-    """A record that was rebuilt from its pieces."""
+    """A record that was rebuilt from its segments."""
 
     trouble: str
     """The problem with the record before, as a verb phrase such as "was missing"."""
     steps: int
     """Number of recovered steps."""
     lost: tuple[int, ...]
-    """Steps that no piece has."""
+    """Steps that no segment has."""
     damaged: Path | None
     """The present path of the damaged record; None if there was none."""
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        recovered_text = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
+        recovered_text = f"{self.steps} step{'s' * (self.steps != 1)} recovered, with everything recorded up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
@@ -79,18 +79,22 @@ class RebuiltRecord:
             else:
                 ranges.append([step])
         ranges_text = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
-        lost_steps = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(ranges_text)}"
-        lost_text = f"; lost are {lost_steps}, of which no piece is left" if self.lost else ""
-        return f"the record {self.trouble}{kept_as} and was put together again from the checkpoints: {recovered_text}{lost_text}"
+        lost_steps = f"{'step' if len(self.lost) == 1 else 'steps'} {', '.join(ranges_text)}"
+        lost_text = (
+            f"; {lost_steps} could not be recovered, because no segment holds that part"
+            if self.lost
+            else ""
+        )
+        return f"the record {self.trouble}{kept_as} and was rebuilt from the checkpoints: {recovered_text}{lost_text}"
 
 
-# --- pieces --------------------------------------------------------------------------------------
+# --- segments --------------------------------------------------------------------------------------
 
 
-def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
-    """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
-    first = max((end for end, _ in _all_pieces(run) if end < step), default=0)
-    with _new_piece(folder / PIECE) as connection:
+def write_record_segment(run: Path, record: Path, folder: Path, step: int) -> None:
+    """Write the segment of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
+    first = max((end for end, _ in _all_segments(run) if end < step), default=0)
+    with _new_segment(folder / SEGMENT_FILE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
         _copy_rows(connection, range(first, step), first, step)
@@ -98,8 +102,8 @@ def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
 
 
 @contextmanager
-def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
-    """An empty piece to be filled. Written without fsync: it is flushed when it is renamed into place."""
+def _new_segment(file: Path) -> Generator[sqlite3.Connection]:
+    """An empty segment to be filled. Written without fsync: it is flushed when it is renamed into place."""
     with explaining_sqlite(file), closing(connect(file, "rwc")) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         begin_migration(connection, FORMAT)
@@ -107,56 +111,61 @@ def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
         yield connection
 
 
-def keep_piece(checkpoint: Path) -> None:
-    """Keep the piece of a checkpoint that is about to be deleted."""
-    piece = checkpoint / PIECE
-    if piece.is_file():
+def keep_record_segment(checkpoint: Path) -> None:
+    """Keep the segment of a checkpoint that is about to be deleted."""
+    segment = checkpoint / SEGMENT_FILE
+    if segment.is_file():
         kept_file = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
-        atomic_files.keep_file(piece, kept_file)
+        atomic_files.keep_file(segment, kept_file)
 
 
-def drop_pieces_after(run: Path, step: int) -> None:
-    """Delete the kept pieces of checkpoints after `step`: their steps are done again."""
-    for piece in _kept_pieces(run):
-        if piece.last > step:
-            atomic_files.remove_file(piece.path)
+def drop_record_segments_after(run: Path, step: int) -> None:
+    """Delete the kept segments of checkpoints after `step`: their steps are done again."""
+    for segment in _kept_segments(run):
+        if segment.last > step:
+            atomic_files.remove_file(segment.path)
 
 
-def merge_kept_pieces(run: Path) -> None:
-    """Merge kept pieces if there are enough. If the disk fails, they stay unmerged, which is no loss."""
-    kept_pieces = _kept_pieces(run)
-    merged = [piece for piece in kept_pieces if piece.merged]
-    single = [piece for piece in kept_pieces if not piece.merged]
+def merge_kept_record_segments(run: Path) -> None:
+    """Merge kept segments if there are enough. If the disk fails, they stay unmerged, which is no loss."""
+    kept_segments = _kept_segments(run)
+    merged = [segment for segment in kept_segments if segment.merged]
+    single = [segment for segment in kept_segments if not segment.merged]
     try:
         for part in single:
-            if any(merged_piece.first <= part.last <= merged_piece.last for merged_piece in merged):
+            if any(
+                merged_segment.first <= part.last <= merged_segment.last
+                for merged_segment in merged
+            ):
                 atomic_files.remove_file(part.path)  # left over by a crash
         if len(single) < MERGED_AT_ONCE:
             return
         steps = [step for step, _ in _checkpoint_folders(run)]
-        # Consecutive pieces with no checkpoint between them.
-        for _, pieces in groupby(single, lambda piece: sum(step < piece.last for step in steps)):
-            parts = list(pieces)[:MERGED_AT_ONCE]
+        # Consecutive segments with no checkpoint between them.
+        for _, segments in groupby(
+            single, lambda segment: sum(step < segment.last for step in steps)
+        ):
+            parts = list(segments)[:MERGED_AT_ONCE]
             if len(parts) < MERGED_AT_ONCE:
                 continue
             merged_file = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
             building = atomic_files.building_path(merged_file)
             building.unlink(missing_ok=True)
             try:
-                with _new_piece(building) as connection:
-                    _add_pieces(connection, [part.path for part in parts])
+                with _new_segment(building) as connection:
+                    _add_segments(connection, [part.path for part in parts])
                 atomic_files.publish_file(building, merged_file)
             finally:
                 building.unlink(missing_ok=True)
             for part in parts:
                 atomic_files.remove_file(part.path)
     except StoreError as error:
-        logger.warning("kept pieces of the record could not be merged: %s", error)
+        logger.warning("kept segments of the record could not be merged: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptPiece:
-    """A kept piece, with the first and the last step number of its checkpoints; both are the same unless it is merged."""
+class _KeptSegment:
+    """A kept segment, with the first and the last step number of its checkpoints; both are the same unless it is merged."""
 
     path: Path
     first: int
@@ -167,36 +176,38 @@ class _KeptPiece:
         return self.path.name.startswith("steps-")
 
 
-def _kept_pieces(run: Path) -> list[_KeptPiece]:
-    """Kept pieces in order; a merged one comes after its parts."""
+def _kept_segments(run: Path) -> list[_KeptSegment]:
+    """Kept segments in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
-    pieces = [
-        _KeptPiece(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
+    segments = [
+        _KeptSegment(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
         for path, name in matches
         if name
     ]
-    return sorted(pieces, key=lambda piece: (piece.last, piece.merged))
+    return sorted(segments, key=lambda segment: (segment.last, segment.merged))
 
 
-def _all_pieces(run: Path) -> list[tuple[int, Path]]:
-    """All pieces, with the number of steps after which they were written, in order."""
-    checkpoint_pieces = [
-        (step, path / PIECE) for step, path in _checkpoint_folders(run) if (path / PIECE).is_file()
+def _all_segments(run: Path) -> list[tuple[int, Path]]:
+    """All segments, with the number of steps after which they were written, in order."""
+    checkpoint_segments = [
+        (step, path / SEGMENT_FILE)
+        for step, path in _checkpoint_folders(run)
+        if (path / SEGMENT_FILE).is_file()
     ]
-    kept_pieces = [(piece.last, piece.path) for piece in _kept_pieces(run)]
-    return sorted(kept_pieces + checkpoint_pieces, key=lambda piece: piece[0])
+    kept_segments = [(segment.last, segment.path) for segment in _kept_segments(run)]
+    return sorted(kept_segments + checkpoint_segments, key=lambda segment: segment[0])
 
 
-def earlier_pieces(run: Path, step: int) -> dict[str, Path]:
-    """The pieces before that of the checkpoint after `step` steps, by their names in `records/`.
+def earlier_record_segments(run: Path, step: int) -> dict[str, Path]:
+    """The segments before that of the checkpoint after `step` steps, by their names in `records/`.
 
-    A piece that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
+    A segment that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
     """
     return {
-        (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
-        for end, path in _all_pieces(run)
+        (f"{path.parent.name}.db" if path.name == SEGMENT_FILE else path.name): path
+        for end, path in _all_segments(run)
         if end < step
     }
 
@@ -211,7 +222,7 @@ def _checkpoint_folders(run: Path) -> list[tuple[int, Path]]:
 
 
 def find_damage(record: Path, *, thorough: bool = False) -> str | None:
-    """Why a record has to be rebuilt from pieces; None if it is usable, or if rebuilding would not help.
+    """Why a record has to be rebuilt from segments; None if it is usable, or if rebuilding would not help.
 
     `thorough` reads the whole file, or, if it is larger than `MAX_CHECKED_BYTES`, the tables that a resume depends on.
     """
@@ -236,18 +247,18 @@ def find_damage(record: Path, *, thorough: bool = False) -> str | None:
 
 
 def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltRecord:
-    """Rebuild the record after `step` steps from its pieces. The caller holds the run's lock.
+    """Rebuild the record after `step` steps from its segments. The caller holds the run's lock.
 
-    A damaged record is renamed and kept. StoreError if there is no piece of that step: it was lost, or never written.
+    A damaged record is renamed and kept. StoreError if there is no segment of that step: it was lost, or never written.
     """
-    pieces = [(end, piece) for end, piece in _all_pieces(run) if end <= step]
-    if step not in dict(pieces):
+    segments = [(end, segment) for end, segment in _all_segments(run) if end <= step]
+    if step not in dict(segments):
         raise StoreError(
-            f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
-            "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
+            f"{record} {trouble}, and the checkpoint after {step} steps holds no {SEGMENT_FILE} from which it could be "
+            "rebuilt. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = atomic_files.building_path(record)
-    _build_record(building, [piece for _, piece in pieces])
+    _build_record(building, [segment for _, segment in segments])
     # A damaged record is set aside, with SQLite's `-wal` and `-shm` files.
     names = (
         record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
@@ -266,20 +277,20 @@ def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltR
     return RebuiltRecord(trouble, len(recovered_steps), lost, damaged)
 
 
-def _build_record(building: Path, pieces: Sequence[Path]) -> None:
+def _build_record(building: Path, segments: Sequence[Path]) -> None:
     # Create the tables.
     Store.create(building).close()
     with explaining_sqlite(building), closing(connect(building, "rw")) as connection:
         connection.execute(f"PRAGMA main.cache_size = -{WRITER_CACHE_KIB}")
-        _add_pieces(connection, pieces)
+        _add_segments(connection, segments)
     with Store.open(building) as store:
         store.rebuild_text_index()
 
 
-def _add_pieces(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
-    """Add the rows of pieces that a record lacks; evaluations, warnings and facts of later pieces replace earlier ones."""
-    for piece in pieces:
-        _attach(connection, piece, "ro&immutable=1")
+def _add_segments(connection: sqlite3.Connection, segments: Sequence[Path]) -> None:
+    """Add the rows of segments that a record lacks; evaluations, warnings and facts of later segments replace earlier ones."""
+    for segment in segments:
+        _attach(connection, segment, "ro&immutable=1")
         connection.execute("BEGIN")
         missing = connection.execute(
             "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
@@ -287,7 +298,7 @@ def _add_pieces(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         _copy_rows(connection, [step for (step,) in missing], 0, None)
         connection.execute("COMMIT")
         connection.execute("DETACH other")
-    connection.executescript(FILL_TASKS)  # pieces of an older format have no tasks
+    connection.executescript(FILL_TASKS)  # segments of an older format have no tasks
 
 
 # --- rows ----------------------------------------------------------------------------------------

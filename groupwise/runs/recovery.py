@@ -3,7 +3,7 @@
 For that, each checkpoint contains parts of its run's folder (`carry`):
 
     checkpoints/step-N/run/config.json     the resolved configuration
-    checkpoints/step-N/run/records/        all pieces of the record before its own (`groupwise.runs.record_segments`)
+    checkpoints/step-N/run/records/        all segments of the record before its own (`groupwise.runs.record_segments`)
     checkpoints/step-N/run/start/          the weights that the run was started from, if they are another run's
 
 All of these files are written once and never changed, so they are hard-linked if the file system can, which costs no space. A
@@ -11,7 +11,7 @@ program that copies checkpoints elsewhere by the hashes in their manifests sends
 the rows since the previous one.
 
 A run is recognised by its record; one whose `run.db` is missing or damaged is searched for by the name of its folder. If it has a
-checkpoint, its record is rebuilt from the pieces in the checkpoints (`recover`). If only checkpoints are
+checkpoint, its record is rebuilt from the segments in the checkpoints (`recover`). If only checkpoints are
 left, the rest of its folder is first restored from the newest one (`unpack`).
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
-from groupwise.runs.checkpoints import CARRIED
+from groupwise.runs.checkpoints import RUN_FILES
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
@@ -33,12 +33,12 @@ from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_r
 def carry(run: Path, checkpoint: Path, step: int) -> None:
     """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
-    for name, file in record_segments.earlier_pieces(run, step).items():
+    for name, file in record_segments.earlier_record_segments(run, step).items():
         carried[f"{record_segments.KEPT}/{name}"] = file
     for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
         carried[file.relative_to(run).as_posix()] = file
     for name, file in carried.items():
-        into = checkpoint / CARRIED / name
+        into = checkpoint / RUN_FILES / name
         into.parent.mkdir(parents=True, exist_ok=True)
         atomic_files.link(file, into)
 
@@ -53,10 +53,10 @@ def unpack(run: Path) -> bool:
     newest = checkpoints.newest(run / CHECKPOINTS, carried=True)
     if newest is None:
         return False
-    source = newest.path / CARRIED
+    source = newest.path / RUN_FILES
     if not (source / CONFIG).is_file():
         raise RunNotFoundError(
-            f"{newest.path} is a checkpoint, but {run} is no run: it has no {CONFIG}, and the checkpoint carries none, because an "
+            f"{newest.path} is a checkpoint, but {run} is not a run: it has no {CONFIG}, and the checkpoint carries none, because an "
             "earlier version wrote it. Copy the whole folder of the run here."
         )
     lock = RunLock.acquire(run)

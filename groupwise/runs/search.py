@@ -70,9 +70,8 @@ def find_rollouts(
     needs_reward = filters.part is None and (has_range or filters.order in ("best", "worst"))
     if needs_reward and outcomes is not None and "scored" not in outcomes:
         return []  # rollouts without a score have no reward
-    is_deep = (
-        filters.offset >= DEEP
-    )  # skipping that many rollouts takes too long for a quick attempt
+    # Skipping that many rollouts takes too long for a quick attempt.
+    is_deep = filters.offset >= DEEP
     plan = plan_of(db, filters, FEW if is_deep else COMMON)
     by_groups = filters.task is not None and not plan.by_column  # groups are looked up first
     skip_quick_scan = filters.text is None and (plan.lead is not None or by_groups)

@@ -295,9 +295,9 @@ def _hermes_call(text: str) -> ToolCall:
     try:
         content = parse_inner(text, finite_alone=True)
     except NotStrict as error:
-        return ToolCall("", {}, f"the call is no JSON ({error.msg}); {expected}")
+        return ToolCall("", {}, f"the call is not JSON ({error.msg}); {expected}")
     if not isinstance(content, dict):
-        return ToolCall("", {}, f"the call is no JSON object; {expected}")
+        return ToolCall("", {}, f"the call is not a JSON object; {expected}")
     call = cast("dict[str, Any]", content)
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -374,7 +374,7 @@ def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[s
 
 
 def _name_of(entry: object) -> str | None:
-    """The name in an entry of `callbacks`; None if it is no text."""
+    """The name in an entry of `callbacks`; None if it is not text."""
     if isinstance(entry, Mapping):
         entry = cast("Mapping[str, Any]", entry).get("name")
     return entry if isinstance(entry, str) and entry else None

@@ -90,27 +90,27 @@ class Layout:
         return "tf32" if self.tf32 else self.dtype
 
     @property
-    def apart(self) -> bool:
+    def separate_models(self) -> bool:
         """True if each process has its own model."""
         return self.learners > 1 or self.samplers > 0
 
     @property
-    def sharing(self) -> int:
+    def processes_per_model(self) -> int:
         """Number of processes that share one model."""
-        return 1 if self.apart else self.processes
+        return 1 if self.separate_models else self.processes
 
     @property
-    def learning(self) -> int:
+    def learning_processes(self) -> int:
         """Number of processes that learn."""
-        return self.learners if self.apart else self.processes
+        return self.learners if self.separate_models else self.processes
 
     @property
-    def parts(self) -> int:
-        """Number of parts into which the learners' weights are divided."""
+    def weight_shards(self) -> int:
+        """Number of shards into which the learners' weights are divided."""
         return self.learners if self.strategy == "fsdp2" else 1
 
     @property
-    def sampling(self) -> int:
+    def sampling_processes(self) -> int:
         """Number of processes that sample."""
         return self.samplers or self.processes
 
@@ -127,7 +127,7 @@ class Layout:
     @property
     def all_slots(self) -> int:
         """Total number of slots in all sampling processes."""
-        return self.slots * self.sampling
+        return self.slots * self.sampling_processes
 
 
 def apply_layout(layout: Layout) -> None:
@@ -136,7 +136,7 @@ def apply_layout(layout: Layout) -> None:
     With several processes, this one is the zygote, which keeps one thread: forks lose all others.
     """
     set_tf32(layout.tf32)
-    if layout.sharing == 1:
+    if layout.processes_per_model == 1:
         prepare_process(layout.threads_each)
     else:
         set_threads(1)
@@ -201,11 +201,12 @@ def _refuse_transfer_without_gpu(config: RunConfig, layout: Layout) -> None:
 
 def _slot_count(config: RunConfig, layout: Layout) -> int:
     """Enough slots for the rollouts of a step, limited by memory and by the number beyond which more slots do not pay."""
-    rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
+    rollouts = config.training.prompts_per_step * config.training.num_generations
+    rows = -(-rollouts // layout.sampling_processes)
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
     slot_bytes = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
-    # What other programs hold on the GPU cannot be had, so it is no part of the whole.
+    # What other programs hold on the GPU cannot be had, so it is not part of the whole.
     fitting = int(SHARE_OF_CACHE * (prefork.free_memory(layout.device) or 0)) // slot_bytes
     max_slots = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
     return min(max_slots, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)

@@ -27,10 +27,10 @@ from groupwise.tasks.rewards.registry import configured_rubric
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rewards.workers import RewardWorkers
-from groupwise.tasks.rollouts.asking import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.environment import EnvironmentRollouts, Limits
 from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
+from groupwise.tasks.rollouts.rollout_request import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.sessions import Sessions
 from groupwise.tasks.rollouts.single import Single

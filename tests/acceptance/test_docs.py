@@ -778,7 +778,7 @@ def test_configs_are_valid_as_shipped_and_begin_with_the_command_that_runs_them(
             yield shlex.join(words)
         load = load_sft_config if is_supervised(config) else load_config
         if load(config).config.model.name not in ALIASES:
-            yield "its model is no alias"
+            yield "its model is not an alias"
 
     assert CONFIGS
     assert found_wrong(CONFIGS, wrong) == []

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/notebooks").glob("*.html"))
 CELLS = ".input_area, .text_cell_render"
 """What the page has of a cell, but for its outputs."""
-ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
+REMOTE_URL = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 OF_A_MACHINE = re.compile(r"(?<![\w+/.])/(?:tmp|root|home|work)\b")
 """The beginning of an absolute path; letters before it are those of a picture, or of a web address."""
 
@@ -39,7 +39,7 @@ def loaded(page: str) -> list[str]:
     named = [tag.get(key) for key in ("src", "href") for tag in soup.select(f":not(a)[{key}]")]
     styles = re.findall(r"(?:@import|url\()\s*['\"]?([^'\")]*)", " ".join(texts(soup, "style")))
     imports = re.findall(r"['\"](.*?)['\"]", " ".join(texts(soup, "script")))
-    return [each for each in map(str, [*named, *styles, *imports]) if ELSEWHERE.match(each)]
+    return [each for each in map(str, [*named, *styles, *imports]) if REMOTE_URL.match(each)]
 
 
 def texts(soup: BeautifulSoup, tag: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_a_page_loads_nothing_and_names_no_folder_of_its_machine(page: Path) -> 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_of_a_page_lead_to_files(page: Path) -> None:
     links = [str(a["href"]) for a in BeautifulSoup(page.read_text(), "html.parser").select("a")]
-    files = [each for each in links if not each.startswith("#") and not ELSEWHERE.match(each)]
+    files = [each for each in links if not each.startswith("#") and not REMOTE_URL.match(each)]
     assert [each for each in files if not (page.parent / each).exists()] == []
 
 

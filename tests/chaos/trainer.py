@@ -169,7 +169,7 @@ class Trainer:
         return manifest["step"], manifest["step"]
 
     def leave_a_child(self):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it is no trainer
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it is not a trainer
         if os.fork():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             return

@@ -322,7 +322,7 @@ OF_OTHERS = {
         },
         "ranks-added": {
             "test_save_and_load_restore_exactly",
-            "test_what_is_discarded_or_not_finite_is_not_applied",
+            "test_discarded_and_non_finite_gradients_are_not_applied",
         },
         "remote-full": {
             "test_save_and_load_restore_exactly",

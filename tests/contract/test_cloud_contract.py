@@ -103,7 +103,7 @@ async def test_all_that_was_asked_arrives_exactly(spec: BackendSpec, client: Lau
     assert (await backend.order(handle)).document() == {**asked.document(), "nodes": spec.nodes}
 
 
-async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
+async def test_an_invalid_job_is_refused_before_anything_starts(
     client: LaunchClient,
 ) -> None:
     backend, fine = client.backend, client.order("print()")
@@ -274,7 +274,7 @@ async def test_a_crashed_job_resumes_from_its_newest_checkpoint(client: LaunchCl
 # --- what comes back ------------------------------------------------------------------------------
 
 
-async def test_what_runs_is_not_begun_again_nor_removed_and_its_checkpoints_come(
+async def test_a_running_job_is_not_restarted_or_removed_and_its_checkpoints_are_fetched(
     client: LaunchClient,
 ) -> None:
     script = SAVES + "save(1, b'one'); open('outputs/half', 'w').write('not yet')\n" + WAITS

@@ -116,7 +116,7 @@ async def plan(engine: Engine, step: int, **given: Any) -> Plan:
 
 
 @HERE
-async def test_what_cannot_be_opened_leaves_nothing(host: Host):
+async def test_a_failed_open_leaves_no_files(host: Host):
     wrong = replace(host.order(), config={**host.config, "model": {"name": "no-such-model"}})
     for order in (wrong, host.order(run="no-such-run")):
         engine = await host.make()
@@ -161,7 +161,7 @@ IMPOSSIBLE = {
 }
 
 
-async def test_what_cannot_be_asked(host: Host):
+async def test_invalid_sample_requests_raise_and_change_nothing(host: Host):
     engine = await host.make()
     with pytest.raises(UsageError):
         await engine.sample(GroupSampleRequest(1, "sort"))

@@ -128,7 +128,7 @@ async def test_no_answer_in_time_leaves_it_open_what_happened(connected: Host) -
     assert (await ask(connected, "echo")).body["ok"] is True
 
 
-async def test_who_gives_signs_of_life_is_waited_for_longer(connected: Host) -> None:
+async def test_heartbeats_extend_the_time_limit_of_a_call(connected: Host) -> None:
     asked = replace(request("echo", signs=21, every=0.5), longest=TIMEOUT_S)
     assert (await connected.call(asked, timeout=10)).body["ok"] is True
 

@@ -170,7 +170,7 @@ async def test_they_agree_where_the_end_could_not_be_drawn(pair):
             assert found == pytest.approx(sampled, abs=2e-5, rel=5e-6)
 
 
-async def test_what_is_discarded_or_not_finite_is_not_applied(pair):
+async def test_discarded_and_non_finite_gradients_are_not_applied(pair):
     rows = await sampled_rows(pair)
     before = await pair.learner.logprobs(rows)
     await pair.learner.forward_backward(rows, DR_GRPO, {"policy": 1.0})

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import against_trl
 from benchmarks.trl_side import OUT_OF_MEMORY
-from benchmarks.work import W1, Rules, Work
+from benchmarks.work import W1, Rules, Workload
 
 FIT = 2
 """Groups in a micro-batch of TRL for which there is memory."""
@@ -34,11 +34,11 @@ def serve(connection: Connection, letter: str, rules: Rules) -> None:
             )
 
 
-def groupwise(connection: Connection, work: Work, rules: Rules) -> None:
+def groupwise(connection: Connection, work: Workload, rules: Rules) -> None:
     serve(connection, "g", rules)
 
 
-def trl(connection: Connection, work: Work, rules: Rules) -> None:
+def trl(connection: Connection, work: Workload, rules: Rules) -> None:
     serve(connection, "t", rules)
 
 

@@ -78,7 +78,9 @@ def alone(tmp_path_factory):
         ),
     ],
 )
-def test_what_a_finished_run_waits_for_is_made_by_a_resume(tmp_path, alone, number, state, status):
+def test_a_resume_runs_the_missing_benchmarks_of_a_finished_run(
+    tmp_path, alone, number, state, status
+):
     runs, gate = tmp_path / "runs", tmp_path / "gate"
     folder = runs / "toy"
     given = settings(runs, gate)

@@ -233,7 +233,7 @@ def test_save_evaluate_and_stop_are_done_after_the_step(tmp_path, point):
     assert (folder / "final" / "adapter_model.safetensors").is_file()
 
 
-def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, monkeypatch):
+def test_an_evaluation_by_early_stop_is_not_repeated(tmp_path, monkeypatch):
     answered: list[int] = []
     answer = held_out.answer_held_out
 

@@ -198,7 +198,7 @@ def of_other_tokens(folder: Path) -> str:
     return str(folder)
 
 
-def test_what_cannot_teach_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_unusable_teacher_is_refused_with_the_reason(tmp_path: Path) -> None:
     refused = {
         r"tokens differ \(.* here and .* there": {"name": of_other_tokens(tmp_path)},
         r"names \{solution\}.* It can name: .*wanted": {"type": "self", "prompt": "{solution}"},

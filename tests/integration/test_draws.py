@@ -82,7 +82,7 @@ def rewards_of(group: Group) -> list[float]:
 
 
 @pytest.mark.parametrize("lag", [2, pytest.param(0, marks=pytest.mark.soak(suite="training"))])
-def test_what_is_scored_first_does_not_matter(tmp_path, monkeypatch, lag):
+def test_the_order_of_scoring_does_not_change_the_run(tmp_path, monkeypatch, lag):
     """Rewards of a group take as long as they like; the run is the same to the bit."""
     trained(tmp_path / "plain", 5, prompts_per_step=4, max_off_policy_steps=lag, max_steps=4)
     score, dice = drawing.score, random.Random(5)

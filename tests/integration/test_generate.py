@@ -319,7 +319,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Hub]:
         yield made
 
 
-def test_what_is_private_never_goes_where_everybody_reads(
+def test_private_data_is_not_pushed_to_a_public_repository(
     echo: Service, data: Path, tmp_path: Path, hub: Hub
 ) -> None:
     public = hub.add("me/made", private=False)

@@ -59,7 +59,7 @@ USUAL = ("04_calculator_tool/task.py",)
     ],
     ids=lambda task: Path(task).parent.name + Path(task).stem,
 )
-def test_what_is_written_passes_a_dry_run_and_trains(task):
+def test_the_written_config_passes_a_dry_run_and_trains(task):
     turns = "guessing" in task or "calculator" in task
     words = [*QUICK, "run.threads=1", *(["sampler.max_completion_length=4"] if turns else [])]
     report = init(task, "tiny", overrides=words, out=Path("mine.yaml"))

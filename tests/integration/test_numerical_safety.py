@@ -20,7 +20,7 @@ from tests.integration.toy_run import STEPS, TOY, config
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Make loss or gradient of the updates of some numbers (from 0) something that is no number."""
+    """Make loss or gradient of the updates of some numbers (from 0) something that is not a number."""
 
     def spoiled(what: str, numbers: set[int]) -> None:
         original, calls = TorchLearner.forward_backward, []

@@ -20,7 +20,7 @@ def runs(whole_toy, tmp_path_factory):
     return Path(shutil.copytree(whole_toy.runs, folder))
 
 
-def test_what_a_policy_may_be(runs):
+def test_a_policy_is_base_a_run_a_step_or_a_folder(runs):
     assert find_policy("base", runs).folder is None
     assert find_policy("toy", runs).folder == (runs / "toy" / "final").resolve()
     assert find_policy("toy", runs).label == "toy@5"
@@ -37,7 +37,7 @@ def test_a_hub_id_comes_last(runs, monkeypatch):
 
     monkeypatch.setattr(policies, "fetch_files", fetched)
     assert find_policy("someone/adapter@v2", runs).label == "someone/adapter@v2"
-    assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is no hub id"
+    assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is not a hub id"
     assert asked == ["someone/adapter@v2"]
     with pytest.raises(RunNotFoundError):
         find_policy("no-slash", runs)

@@ -99,7 +99,7 @@ def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone
     assert what_must_be_equal(result.folder) == alone
 
 
-def test_what_cannot_be_written_is_told_before_a_run_begins(tmp_path, hub):
+def test_a_hub_repository_that_cannot_be_written_is_refused_before_the_run(tmp_path, hub):
     with pytest.raises(UsageError, match="you/model@"):
         groupwise.rl({**settings(tmp_path, repo_id="you/model")}, TOY, dry_run=True)
     given = three_steps(tmp_path)

@@ -131,7 +131,7 @@ def test_every_way_of_learning_can_be_replayed(tmp_path, way):
 # A run that is only read
 
 
-def test_nothing_in_the_folder_is_changed_also_of_a_run_in_use(copy):
+def test_replay_changes_no_file_of_the_run(copy):
     def contents() -> dict[str, bytes]:
         files = (path for path in copy.rglob("*") if path.is_file())
         # Whoever reads a database in WAL mode leaves these two, empty or as they were.
@@ -235,7 +235,7 @@ def test_another_machine_agrees_up_to_rounding(copy, monkeypatch):
 # What is refused
 
 
-def test_what_cannot_be_replayed_is_refused(copy):
+def test_replay_refuses_missing_steps_and_other_models(copy):
     with pytest.raises(RunNotFoundError, match="9"):
         again(copy, 9)
     with Store.open(copy / "run.db") as store:

@@ -165,7 +165,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("sections", "said"), WITHOUT_EFFECT)
-def test_what_cannot_take_effect_is_refused(tmp_path, sections, said):
+def test_settings_of_selection_without_effect_are_refused(tmp_path, sections, said):
     settings = config(tmp_path)
     for name, keys in sections.items():
         settings[name] = {**settings.get(name, {}), **keys}

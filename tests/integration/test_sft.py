@@ -411,7 +411,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("hooks", "more", "error", "said"), WRONG)
-def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, hooks, more, error, said):
+def test_errors_are_raised_before_anything_is_written(tmp_path, hooks, more, error, said):
     class Task:
         pass
 

@@ -236,7 +236,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
         (0, ("def get_eval_dataset", "def not_a_hook"), r"eval\.eval_steps"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_the_start(tmp_path, cache, change, told):
+def test_conflicts_of_config_and_task_are_refused_before_the_start(tmp_path, cache, change, told):
     task = toy_with(tmp_path, *([change] if change else []))
     settings = config(tmp_path / "runs")
     settings["algorithm"] = {"type": "dapo", "soft_punish_cache": cache}

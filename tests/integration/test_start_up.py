@@ -94,7 +94,7 @@ for words in (["-c", "nowhere.yaml"], ["model.name=tiny"]):
     assert lines == ["begun [False]"] * 2, "tiny is computed in one process"
 
 
-def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
+def test_heavy_packages_are_not_imported_to_validate_a_config():
     modules = "groupwise.training.loops.rl_start, groupwise.training.loops.sft_start, groupwise.training.evaluation.evaluate"
     code = (
         f"import sys, {modules}; from groupwise.training.config import load_config\n"

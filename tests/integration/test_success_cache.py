@@ -32,7 +32,7 @@ def origins(run: Path) -> list[str]:
         return [group.origin for step in range(6) for group in store.groups(step)]
 
 
-def test_what_it_kept_is_part_of_the_checkpoints(tmp_path):
+def test_cached_successes_are_part_of_the_checkpoints(tmp_path):
     torch.set_num_threads(1)
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     groupwise.rl(settings(whole, by_callback=True), TOY)

@@ -247,7 +247,7 @@ def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_words(
+def test_wrong_flags_are_reported_without_a_traceback(
     given: dict[str, Any], told: list[str], work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = given["words"] if "words" in given else with_(WORDS, **given)

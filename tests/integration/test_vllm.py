@@ -100,7 +100,7 @@ def curve(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=SOAK)])
-def test_what_the_server_samples_is_what_is_trained(tmp_path, server, temperature):
+def test_the_tokens_that_the_server_samples_are_trained(tmp_path, server, temperature):
     made = settings(tmp_path, server.url, temperature=temperature, min_completion_length=2)
     folder = trained(made)
     assert curve(folder, "sampling/ratio_mean") == pytest.approx([1.0] * STEPS, abs=1e-4)
@@ -227,7 +227,7 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
     (["sampler.routing_replay=true", "model.backend=unsloth"], "unsloth, which computes experts"),
     (["sampler.routing_replay=true", "sampler.engine=sglang"], "only vLLM is asked which experts"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused(tmp_path, words, told):
+def test_conflicting_sampler_settings_are_refused(tmp_path, words, told):
     with pytest.raises(ConfigError, match=told):
         choose_layout(load_config(settings(tmp_path, "http://x"), words).config, 8)
 

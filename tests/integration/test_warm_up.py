@@ -97,7 +97,7 @@ def test_another_one_that_was_cut_off_stays_as_it_is(cut_off, tmp_path, task):
     assert Store.facts(cut_off / "run.db")["state"] != "finished"
 
 
-def test_what_is_wrong_with_the_second_stage_is_told_before_the_first(tmp_path, task):
+def test_errors_of_the_second_stage_are_raised_before_the_first(tmp_path, task):
     (tmp_path / "toy").mkdir()
     with pytest.raises(UsageError, match="is not a run folder"):
         groupwise.rl(config(tmp_path), task)

@@ -41,7 +41,7 @@ def config(runs: Path, **training: Any) -> dict[str, Any]:
 
 
 def what_must_be_equal(folder: Path) -> dict[str, Any]:
-    """Record, checkpoints and final weights, without timings (which the pieces of the record in checkpoints have, too) and model card.
+    """Record, checkpoints and final weights, without timings (which the segments of the record in checkpoints have, too) and model card.
 
     The card shows the config, of which equal runs may have different ones; so do checkpoints, which carry it.
     """

@@ -120,7 +120,7 @@ def test_images_run_as_a_numbered_user_who_is_not_root_and_hold_no_secret() -> N
         assert not [line for line in stage.all("COPY") if re.search(r"keys|\.pem|\.env", line)]
 
 
-def test_what_is_copied_is_there_and_reaches_the_builder() -> None:
+def test_files_that_the_image_copies_exist_and_are_not_ignored() -> None:
     lines = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in lines if line.startswith("!")]
     assert next(line for line in lines if not line.startswith(("#", "!"))) == "*"

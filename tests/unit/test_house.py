@@ -41,7 +41,7 @@ def published_files() -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode:
-        pytest.skip("this is no checkout")
+        pytest.skip("this is not a checkout")
     return [ROOT / name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
 
 

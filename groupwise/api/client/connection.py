@@ -85,7 +85,7 @@ class Connection:
         is_server = parts.scheme in ("http", "https") and parts.hostname
         if not is_server or parts.query or parts.fragment:
             raise UsageError(
-                f"{url!r:.200} is no URL of a server. Give something like {DEFAULT_URL}."
+                f"{url!r:.200} is not a URL of a server. Give something like {DEFAULT_URL}."
             )
         key = (key or os.environ.get(VARIABLE) or "").strip()
         if not all("!" <= letter <= "~" for letter in key):

@@ -95,7 +95,7 @@ def _to_json_value(value: Any) -> Any:
             return convert()
     if isinstance(value, Sequence):
         return list(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    raise TypeError(f"{type(value).__name__} is no number, text, list or mapping")
+    raise TypeError(f"{type(value).__name__} is not a number, text, list or mapping")
 
 
 def _invalid_request(field: str, message: str) -> InvalidRequest:

@@ -70,7 +70,7 @@ def _parse_event(block: bytes) -> EventData | None:
         return EventData.model_validate_json(data)
     except ValidationError:
         text = data[:200].decode("utf-8", "replace")
-        raise StrangeAnswer(f"The event stream has what is no event: {text}") from None
+        raise StrangeAnswer(f"The event stream has what is not an event: {text}") from None
 
 
 class Download:

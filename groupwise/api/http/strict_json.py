@@ -208,7 +208,7 @@ def finite(text: str) -> float:
 
 def no_constant(name: str) -> Any:
     """The `parse_constant` of `json.loads`: refuses NaN and Infinity, which are not JSON."""
-    raise NotStrict(f"{name} is no number of JSON")
+    raise NotStrict(f"{name} is not a number of JSON")
 
 
 def refuse_duplicate_keys(pairs: list[tuple[str, Any]], max_keys: int = MAX_KEYS) -> dict[str, Any]:

@@ -36,10 +36,10 @@ from groupwise.api.openai_client.response_parsing import (
 )
 from groupwise.api.openai_client.waiting import (
     MAX_RETRY_AFTER,
-    TOO_FAST,
+    OVERLOAD_STATUSES,
     Pause,
     backoff,
-    may_pass,
+    is_retryable,
     retry_after,
 )
 from groupwise.core.errors import EndpointError, UsageError
@@ -53,7 +53,7 @@ CONNECT_LIMIT = 30.0
 """Limit for connecting, in seconds; the rest of a request's time belongs to the service."""
 MAX_RESPONSE = 64 << 20
 """Bytes of a response that are read, unpacked: more than a hundred completions of the longest kind."""
-OUT_OF_MONEY = frozenset({"insufficient_quota"})
+QUOTA_CODES = frozenset({"insufficient_quota"})
 """Codes of a 429 for which no retry helps."""
 REFUSALS_OF_N = frozenset({400, 422})
 """Statuses with which services that return only one choice refuse a larger `n`."""
@@ -265,10 +265,10 @@ class Client:
                     error = self._endpoint_error(
                         method, url, f"{failure}{times_text}", failure.status
                     )
-                    error.may_pass = True
+                    error.is_retryable = True
                     raise error from failure.__cause__
                 wait = failure.retry_after or waits.next()
-                if failure.status not in TOO_FAST:
+                if failure.status not in OVERLOAD_STATUSES:
                     await self._timing.sleep(wait)
                 elif self._pause.extend(wait):
                     logger.info(
@@ -309,7 +309,7 @@ class Client:
             status = status_in_body or status
         if "Location" in answer.headers:
             text = f"it has moved to {answer.headers['Location']}; change the base URL"
-        if may_pass(status) and code not in OUT_OF_MONEY:
+        if is_retryable(status) and code not in QUOTA_CODES:
             seconds = retry_after(answer.headers.get("Retry-After"), self._timing.today())
             if seconds is None or seconds <= MAX_RETRY_AFTER:
                 raise _TransientFailure(f"status {status}: {text}", status, seconds)
@@ -347,7 +347,9 @@ def checked_url(url: str) -> str:
             "them out of the URL, and set the variable."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
+        raise UsageError(
+            f"{url!r} is not a base URL. Give something like http://127.0.0.1:8000/v1."
+        )
     if parts.query or parts.fragment:
         raise UsageError(
             f"The base URL of {parts.hostname} has something behind its path (? or #). Give what comes before "

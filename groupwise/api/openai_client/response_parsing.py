@@ -166,7 +166,7 @@ def _message_content(content: Any, body: bytes) -> str:
     if isinstance(content, list):  # a list of parts; other kinds, such as thoughts, are not text
         parts = [_as_mapping(part) for part in cast("list[Any]", content)]
         return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
-    raise EndpointError(f"answered content that is no text: {excerpt(body)}")
+    raise EndpointError(f"answered content that is not text: {excerpt(body)}")
 
 
 def _message_reasoning(message: Mapping[str, Any]) -> str | None:

@@ -12,21 +12,21 @@ from email.utils import parsedate_to_datetime
 
 from groupwise.core.retry import Backoff, Timing
 
-FIRST = 1.0
+FIRST_WAIT = 1.0
 """Seconds before the second attempt; doubled for each further one."""
-LONGEST = 60.0
+LONGEST_WAIT = 60.0
 """Maximum wait in seconds."""
 MAX_RETRY_AFTER = 900.0
 """Longest pause, in seconds, that a service may ask for; if it asks for more, the call fails, and the work can be resumed later."""
 SPREAD = 0.1
 """After a common pause, the callers start again spread over this share of its length."""
 
-SERVER_CANNOT = frozenset({501, 505, 511})
-"""Statuses from 500 on for which a retry cannot help."""
-ASK_AGAIN = frozenset({408, 409, 425, 429})
-"""Statuses below 500 that may pass: time-outs, conflicts, too early, too many requests."""
-TOO_FAST = frozenset({429, 503})
-"""Statuses of a service that needs a pause from all callers."""
+PERMANENT_STATUSES = frozenset({501, 505, 511})
+"""Statuses from 500 on for which a retry cannot succeed."""
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
+"""Statuses below 500 for which a retry may succeed: time-out, conflict, too early, too many requests."""
+OVERLOAD_STATUSES = frozenset({429, 503})
+"""Statuses of an overloaded service, which pause all callers."""
 
 
 class Pause:
@@ -56,14 +56,14 @@ class Pause:
             await self._timing.sleep(remaining + spread * self._timing.jitter())
 
 
-def may_pass(status: int) -> bool:
+def is_retryable(status: int) -> bool:
     """True if a request that was answered with this status may succeed later."""
-    return status in ASK_AGAIN or (status >= 500 and status not in SERVER_CANNOT)
+    return status in RETRYABLE_STATUSES or (status >= 500 and status not in PERMANENT_STATUSES)
 
 
 def backoff(timing: Timing) -> Backoff:
     """The waits before the attempts after the first."""
-    return Backoff(FIRST, LONGEST, timing.jitter)
+    return Backoff(FIRST_WAIT, LONGEST_WAIT, timing.jitter)
 
 
 def retry_after(header: str | None, today: float) -> float | None:

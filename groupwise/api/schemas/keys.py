@@ -231,9 +231,8 @@ def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
     """
     keys: dict[str, StoredKey] = {}
     problems: list[str] = []
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # at nothing else that editors show within a line
+    # Split only at line feeds: an editor shows other separators within a line.
+    for number, line in enumerate(text.split("\n"), 1):
         if not (words := line.partition("#")[0].split()):
             continue
         key = _read_line(words)
@@ -255,13 +254,13 @@ def _read_line(words: list[str]) -> StoredKey | str:
     name, role_name, digest = words
     role = Role.by_name(role_name)
     if not _ID.fullmatch(name):
-        return "the first word is no id: 1 to 32 lower-case letters and digits"
+        return "the first word is not an id: 1 to 32 lower-case letters and digits"
     if name in (LOCAL.key_id, PLAIN_ID):
         return f"the id {name} is that of others, who need no line here"
     if role is None:
-        return f"the second word is no role; there are {', '.join(r.word for r in Role)}"
+        return f"the second word is not a role; there are {', '.join(r.word for r in Role)}"
     if not _DIGEST.fullmatch(digest):
-        return "the third word is no SHA-256: 64 lower-case hex digits"
+        return "the third word is not an SHA-256: 64 lower-case hex digits"
     return StoredKey(name, role, bytes.fromhex(digest))
 
 

@@ -685,7 +685,7 @@ class AlternativeToken(ResponseModel):
     token: str = Field(description="Its text by itself; special ones by their name.")
     logprob: float = Field(description="Log-probability in nats.")
     bytes: list[int] | None = Field(
-        description="The token's text in UTF-8; null if it is no whole character."
+        description="The token's text in UTF-8; null if it is not a whole character."
     )
 
 
@@ -697,7 +697,7 @@ class TokenLogprob(ResponseModel):
         description="Log-probability in nats, under the distribution that the token was drawn from."
     )
     bytes: list[int] | None = Field(
-        description="The token's text in UTF-8; null if it is no whole character."
+        description="The token's text in UTF-8; null if it is not a whole character."
     )
     top_logprobs: list[AlternativeToken] = Field(
         default=[],

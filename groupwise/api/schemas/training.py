@@ -68,7 +68,7 @@ MAX_CALLS = 1024
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
 
-ONE_PLACE: Mapping[str, str] = {
+OTHER_NAMES: Mapping[str, str] = {
     "sampler.max_completion_length": "give `max_completion_length` instead",
     "training.max_steps": "give `max_steps` instead",
     "training.num_train_epochs": "a run whose prompts come from clients has no epochs; give `max_steps`",
@@ -79,9 +79,9 @@ ONE_PLACE: Mapping[str, str] = {
     "training.schedule": "the clients decide which groups a step has; `staleness` says how old they may be",
 }
 """Keys of the nested sections that have a flat name or no meaning here, and what to do instead."""
-ELSEWHERE: Mapping[str, str] = {
+OTHER_FIELDS: Mapping[str, str] = {
     name.partition(".")[2]: instead
-    for name, instead in ONE_PLACE.items()
+    for name, instead in OTHER_NAMES.items()
     if name.partition(".")[2] not in ("max_completion_length", "max_steps", "learning_rate")
 }
 """The same keys as fields of POST /start, where those have other names."""
@@ -117,7 +117,7 @@ def _check_unique(values: list[Any]) -> list[Any]:
     return values
 
 
-# A label in brackets says which form of a value was given; it is no part of a field's name.
+# A label in brackets says which form of a value was given; it is not part of a field's name.
 
 
 AlgorithmGiven = Annotated[
@@ -222,7 +222,7 @@ def _check_timeout(body: _W) -> _W:
 class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
 
-    refused: ClassVar[Mapping[str, str]] = {**ELSEWHERE, "teacher": NO_TEACHER}
+    refused: ClassVar[Mapping[str, str]] = {**OTHER_FIELDS, "teacher": NO_TEACHER}
 
     model_id: str = Field(
         default=TINY,
@@ -380,7 +380,7 @@ class StartRequest(Body):
         for section in ("sampler", "training"):
             settings = cast("dict[str, Any]", getattr(self, section) or {})
             for key in settings:
-                if advice := ONE_PLACE.get(f"{section}.{key}"):
+                if advice := OTHER_NAMES.get(f"{section}.{key}"):
                     raise wrong(f"{section}.{key}", f"has no place here: {advice}")
         return self
 

@@ -9,7 +9,7 @@ run its own.
 function returns an awaitable, it is awaited on that loop.
 
 `call` never raises because of the function. An exception or a result of the wrong shape fails all rollouts of the call,
-with that as the reason; an entry that is no finite number fails only its own rollout.
+with that as the reason; an entry that is not a finite number fails only its own rollout.
 """
 
 from __future__ import annotations

@@ -141,14 +141,14 @@ def lay_environment_over(
         key, text = variable.removeprefix(prefix).lower(), environment[variable]
         if key not in keys or variable != variable.upper():
             if key in config.refused:
-                tree.problems.append(f"{variable} is no setting; {config.refused[key]}.")
+                tree.problems.append(f"{variable} is not a setting; {config.refused[key]}.")
                 continue
             names = {name: prefix + name.upper() for name in keys}
             close_matches = difflib.get_close_matches(key, names, n=1)
             closest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
             nearest = f"the nearest are {', '.join(names[match] for match in closest)}."
             hint = f"did you mean {names[close_matches[0]]}?" if close_matches else nearest
-            tree.problems.append(f"{variable} is no setting; {hint}")
+            tree.problems.append(f"{variable} is not a setting; {hint}")
             continue
         try:
             is_plain_text = key in as_text and text != "null"

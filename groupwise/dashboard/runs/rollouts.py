@@ -90,7 +90,7 @@ class RolloutsQuery(Query):
         if page > MAX_PAGES:
             raise PydanticCustomError(
                 "too_far",
-                "there are no pages beyond {most}: say more of what is looked for, or take another order",
+                "there are no pages beyond {most}: add filters, or choose another order",
                 {"most": MAX_PAGES},
             )
         return page
@@ -169,7 +169,7 @@ def group(visit: Visit) -> Page:
 
 
 class Paged(Query):
-    """The parameter of pages that are long: which part of it."""
+    """Which page of a long list to show."""
 
     page: int = Field(1, ge=1, le=MAX_PAGES)
 
@@ -189,9 +189,9 @@ def example(visit: Visit) -> Page:
     if not any(members_by_draw.values()):
         if groups and page > 1:
             raise RunNotFoundError(
-                f"{path.name} has asked example {index} {groups} times: there is no page {page} of that."
+                f"{path.name} has {groups} groups of example {index}, which do not reach page {page}."
             )
-        raise RunNotFoundError(f"{path.name} has asked nothing of example {index} yet.")
+        raise RunNotFoundError(f"{path.name} has no group of example {index} yet.")
     shown_groups = [
         {
             "group": draw + 1,
@@ -229,19 +229,21 @@ def rollout(visit: Visit) -> Page:
     name = visit.path_part("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
-        draw, is_it = _find_rollout(store, name)
+        draw, matches = _find_rollout(store, name)
         views: list[RolloutView] = []
         if draw is not None:
             views = store.rollouts(RolloutFilter(group=draw + 1, limit=MAX_OF_GROUP), BESIDE)
         full_group = None if draw is None else store.group(draw)
-    index = next((position for position, rollout in enumerate(views) if is_it(rollout)), None)
+    index = next((position for position, rollout in enumerate(views) if matches(rollout)), None)
     if index is None or full_group is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
     view = views[index]
     members = {(rollout.member, rollout.attempt): rollout for rollout in full_group.rollouts}
     rollout_record = members.get((view.rollout - 1, view.attempt))
     if rollout_record is None:
-        raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
+        raise RunNotFoundError(
+            "The run was set back to an earlier step a moment ago, which removed this rollout."
+        )
     prompt = full_group.prompt_seen or prompt_text(full_group.example.prompt)
     # One page of the sampled tokens; none if they were not kept.
     count = sum(len(segment.token_ids) for segment in rollout_record.segments)
@@ -291,7 +293,7 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
 
 def _parse_number(text: str, name: str) -> int:
     if not text.isdecimal() or len(text) > 18:
-        raise RunNotFoundError(f"{text[:40]!r} is no number of a {name}.")
+        raise RunNotFoundError(f"{text[:40]!r} is not the number of a {name}.")
     return int(text)
 
 

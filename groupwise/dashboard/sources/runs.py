@@ -158,7 +158,7 @@ def read_entry(path: Path, stamp: Stamp) -> RunEntry:
     """Read a run's list entry; never raises for a broken run."""
     modified = max((file_stamp[0] for file_stamp in stamp), default=0) / 1e9
     name = os.fsencode(path.name).decode("utf-8", "replace")
-    reason = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
+    reason = "the name of its folder is not text (UTF-8); rename the folder to look at the run"
     try:
         if name == path.name:
             info, sparkline = run_info_and(path, _sparkline)

@@ -37,9 +37,8 @@ def share_groups(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]
 
     Returns the shares of each group, in the order of its members.
     """
-    capacities = [0] * len(
-        loads
-    )  # members that each rank takes, chosen so that the final loads are as equal as possible
+    # Members that each rank takes, chosen so that the final loads are as equal as possible.
+    capacities = [0] * len(loads)
     busy = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(busy)
     for _ in range(sum(sizes)):

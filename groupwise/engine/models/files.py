@@ -146,7 +146,7 @@ def check_sent(folder: Path) -> None:
             kind = cast("dict[str, Any]", content).get("model_type")
             if kind is not None and kind not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
                 raise ModelError(
-                    f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
+                    f"config.json of what was sent has 'model_type': {kind!r:.80}, which is not a language model that transformers knows."
                 )
         for key, value in _json_entries(content):
             of_hub = key in OF_HUB and isinstance(value, str | int | float) and bool(value)

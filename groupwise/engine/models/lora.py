@@ -167,9 +167,8 @@ class AdaptedModel:
         for path, layer in self.layers_of(name).items():
             factors = {path: layer.factors(name)}
             if isinstance(layer, ExactLoraExperts):
-                within = path.endswith(
-                    ".base_layer"
-                )  # another one is around it, which has all factors
+                # Another layer is around this one and has all factors.
+                within = path.endswith(".base_layer")
                 factors = {} if within else factors_by_expert(layer, path, name)
             modules |= {each.rpartition(".")[2] for each in factors}
             for each, (down, up) in factors.items():

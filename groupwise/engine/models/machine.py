@@ -123,9 +123,8 @@ def has_bfloat16(device: str) -> bool:
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
-    if (
-        capabilities.get("architecture") == "x86_64"
-    ):  # oneDNN's own check is also true for emulation
+    # oneDNN's own check is also true for emulation.
+    if capabilities.get("architecture") == "x86_64":
         return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

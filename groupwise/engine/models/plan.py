@@ -319,9 +319,8 @@ def _state_numbers(model: CausalModel, sizes: Sizes) -> int:
     from groupwise.engine.models.decoder import cache_keyword
 
     ids_1T = torch.zeros(1, STATE_TOKENS, dtype=torch.long, device="meta")
-    body = (
-        model.bfloat16().get_decoder()
-    )  # the format for which all products have a rule without numbers
+    # bfloat16 is the format for which all products can be computed on the meta device.
+    body = model.bfloat16().get_decoder()
     try:
         with torch.no_grad(), quiet():
             cache = getattr(body(input_ids=ids_1T, use_cache=True), cache_keyword(body))

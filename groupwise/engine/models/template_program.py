@@ -87,9 +87,8 @@ def _compiled(template: str) -> Template:
         raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
     )
     compiled = environment.from_string(template)
-    compiled.globals = dict(
-        compiled.globals
-    )  # Jinja copies them for each render, a chain of mappings slowly
+    # Jinja copies them for each render, a chain of mappings slowly.
+    compiled.globals = dict(compiled.globals)
     return compiled
 
 

@@ -279,9 +279,8 @@ class AwsBackend:
             machine = await self._machines.start(order, attempt, started, machine_count)
             machine = await self._machines.choose_machine(order, machine, started)
             return await self._set_up(machine, order, store, newest)
-        except (
-            BaseException
-        ):  # also Ctrl-C: a paid machine must not outlive the process that started it
+        except BaseException:
+            # Also Ctrl-C: a paid machine must not outlive the process that started it.
             if not order.place_options.get(KEEP_ON_FAILURE):
                 for started_machine in started:
                     await wait_until_done(asyncio.create_task(self._machines.undo(started_machine)))

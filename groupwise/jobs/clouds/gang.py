@@ -166,9 +166,8 @@ class GangBackend(_GangMachine):
     ) -> Handle:
         """End earlier attempts on the other machines, then start on the first machine, then on the others. If the first machine has the
         attempt already, only complete it. The first machine is queried after the others: so no part of a living attempt is ended."""
-        await _gather_all(
-            machine._attempt_since(order, 0) for machine in self._others
-        )  # Raises if another job has this name there.
+        # Raises if another job has this name there.
+        await _gather_all(machine._attempt_since(order, 0) for machine in self._others)
         newest_epochs = await _gather_all(
             machine.newest_epoch(order.name) for machine in self._others
         )

@@ -781,7 +781,7 @@ def _path_segment(name: str) -> str:
     """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
         raise UsageError(
-            f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
+            f"{name!r} is not an id: those of jobs and names of machines begin with a letter or digit."
         )
     require_passable(name)
     return quote(name, safe="")

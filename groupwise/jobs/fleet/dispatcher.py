@@ -44,10 +44,10 @@ from groupwise.jobs.fleet.attempts.controller import (
     ControllerDependencies,
     LogMirror,
 )
-from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import MachineWatch, MachineWatches, PollTiming
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
 from groupwise.jobs.fleet.machines.clearing import MachineClearing, Retention, is_doctor_attempt
@@ -118,7 +118,7 @@ class Tuning:
     """Intervals, limits and clocks of a dispatcher."""
 
     intervals: Intervals = field(default_factory=Intervals)
-    pauses: Pauses = field(default_factory=Pauses)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     rng: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
@@ -163,7 +163,9 @@ class GlobalJobDispatcher:
         self.unobserved_machines: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.retention)
-        self._watches = Watches(self._start_watch, self._runner_for, self._tuning.pauses)
+        self._watches = MachineWatches(
+            self._start_watch, self._runner_for, self._tuning.poll_timing
+        )
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
@@ -179,7 +181,7 @@ class GlobalJobDispatcher:
             secrets=dependencies.secrets.read,
             spawn=self._spawn,
             rng=self._tuning.rng,
-            pauses=self._tuning.pauses,
+            poll_timing=self._tuning.poll_timing,
             clock=self._tuning.clock,
         )
 
@@ -402,7 +404,7 @@ class GlobalJobDispatcher:
         task.add_done_callback(lambda _: work.close())
         return task
 
-    def _start_watch(self, vm_id: str, watch: Watch) -> None:
+    def _start_watch(self, vm_id: str, watch: MachineWatch) -> None:
         if self._group is None:
             return
 
@@ -470,12 +472,12 @@ class GlobalJobDispatcher:
         jobs = {state.job for state in alive}
         known = await self._gateway.read(lambda s: records.known_jobs(s, jobs))
         for state in alive:
-            reading, survivors = Reading(state.state), state.survivors or 0
-            match stray(state.epoch, reading, known.get(state.job), survivors):
-                case Stray.KILL:
+            reading, survivors = ObservedState(state.state), state.survivors or 0
+            match orphan_action(state.epoch, reading, known.get(state.job), survivors):
+                case OrphanAction.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _stop_attempt(runner, state)
-                case Stray.REPORT if not is_doctor_attempt(state.job, state.epoch):
+                case OrphanAction.REPORT if not is_doctor_attempt(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
                         records.record_untracked,

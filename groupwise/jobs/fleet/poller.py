@@ -206,9 +206,8 @@ class Poller:
     async def _close_connection(self, watched: _PolledMachine) -> None:
         host, watched.host = watched.host, None
         if host is not None:
-            with suppress(
-                TimeoutError
-            ):  # a machine that does not answer the close any more is not waited for
+            # A machine that does not answer the close any more is not waited for.
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._pace.connect):
                     await host.close()
 

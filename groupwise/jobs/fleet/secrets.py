@@ -43,7 +43,7 @@ def pattern_problems(pattern: str) -> list[str]:
     if kind == "file" and target and _has_plain_parts(target.removeprefix("/")):
         return []
     return [
-        f"{pattern!r} is no pattern of secrets: write env:NAME or file:PATH, with `*` for any letters of a name or of one part of a path"
+        f"{pattern!r} is not a pattern of secrets: write env:NAME or file:PATH, with `*` for any letters of a name or of one part of a path"
     ]
 
 
@@ -123,7 +123,7 @@ class AllowedSecrets:
             file = os.open(real_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(file, "rb") as opened:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError("it is no file")
+                    raise OSError("it is not a file")
                 data = opened.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise OSError("it is too long for a variable")

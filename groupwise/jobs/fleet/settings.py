@@ -63,7 +63,7 @@ def _check_nats(url: str | None) -> str | None:
                 "one with a user or a token in it" if "@" in server else repr(server.strip())
             )
             raise ValueError(
-                f"{visible_url} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
+                f"{visible_url} is not a URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
             )
     return url
 
@@ -72,7 +72,7 @@ def _is_nats(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         return False
 
 

@@ -374,9 +374,8 @@ class _ControlPlane:
         now = time.monotonic()
         if self._stop_requested_at is None:
             self._stop_requested_at = now
-        elif (
-            now - self._stop_requested_at > SAME_SIGNAL_SECONDS
-        ):  # the operator does not want to wait
+        elif now - self._stop_requested_at > SAME_SIGNAL_SECONDS:
+            # The operator does not want to wait.
             os._exit(128 + number)
         self._stopping.set()
 

@@ -325,7 +325,7 @@ class SeenApp:
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class UntrackedItem:
     """Something that looks like an attempt but is unknown to the runner, which never touches it."""
 
     what: Name
@@ -349,7 +349,7 @@ class Observation:
     gpus: Annotated[tuple[JsonObject[SeenGPU], ...], Field(max_length=MAX_GPUS)] = ()
     apps: ListOf[SeenApp] = ()
     attempts: ListOf[MemberState] = ()
-    quarantined: ListOf[Stray] = ()
+    quarantined: ListOf[UntrackedItem] = ()
     unremoved: Texts = ()
     """Folders of forgotten attempts that contain files which the runner's user may not remove."""
 
@@ -476,7 +476,7 @@ def parse_observation(document: object) -> Observation:
         if 0 <= state.epoch <= MAX_EPOCH and JOB_ID.fullmatch(state.job):
             attempts.append(state)
         else:  # a job may create a folder with an invalid name, which must not hide other attempts
-            strays.append(Stray("folder", f"{state.job}.{state.epoch}"))
+            strays.append(UntrackedItem("folder", f"{state.job}.{state.epoch}"))
     return replace(observed, attempts=tuple(attempts), quarantined=tuple(strays[:MAX_SHOWN]))
 
 

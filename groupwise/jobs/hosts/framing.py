@@ -149,7 +149,7 @@ class AnswerReader:
             body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
             body = _replace_unstorable(body) if b"\\u" in document else body
         except (ValueError, RecursionError) as error:
-            raise BadAnswer(f"the answer is no JSON: {error}") from None
+            raise BadAnswer(f"the answer is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
         self.answer = RunnerResponse(

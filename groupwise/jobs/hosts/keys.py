@@ -71,7 +71,7 @@ def parse_host_key(line: str) -> HostKey:
         words = words[1:]  # lines of ssh-keyscan and known_hosts start with the host's name
     expected = f"a host key is a type ({', '.join(ALGORITHMS)}), a blank and base64, as in the .pub file of the machine"
     if len(words) < 2 or words[0] not in ALGORITHMS:
-        raise UsageError(f"{line.strip()[:80]!r} is no host key: {expected}")
+        raise UsageError(f"{line.strip()[:80]!r} is not a host key: {expected}")
     try:
         data = base64.b64decode(words[1], validate=True)
     except binascii.Error:
@@ -226,7 +226,7 @@ def _host_and_port(text: str) -> tuple[str, int | None]:
 
 def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
     if not name or name.startswith("-") or any(c.isspace() or c == "\0" for c in name):
-        raise UsageError(f"{name!r} is no name of a host in an ssh config")
+        raise UsageError(f"{name!r} is not a name of a host in an ssh config")
     program = shutil.which("ssh")
     if program is None:
         raise UsageError(

@@ -247,7 +247,7 @@ class RayRunner(SchedulerRunner[RayJob]):
 
     def _unexpected_answer(self, status: int, text: str) -> HostUnreachable:
         return HostUnreachable(
-            f"what answers there at {self.address} is no head of Ray, or not well: {status} {_last_line(text)}"
+            f"what answers there at {self.address} is not a head of Ray, or not well: {status} {_last_line(text)}"
         )
 
 

@@ -196,7 +196,7 @@ def name_problems(what: str, names: Iterable[str]) -> list[str]:
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
             messages.append(
-                f"{what} {name[:80]!r}: this is no name of an environment variable: letters, digits and _, no digit first"
+                f"{what} {name[:80]!r}: this is not a name of an environment variable: letters, digits and _, no digit first"
             )
         elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
             messages.append(

@@ -1,7 +1,7 @@
 """Selects the files of a project that are sent to another machine: those that git would track, without secrets and files made by runs.
 
 `groupwise launch` and `groupwise fleet submit --project-dir` both call `bundle`. Git itself reads the ignore files, also in a folder that
-is no repository. Untracked environments and caches are never sent. Links are followed inside the project. Each file that is left out is
+is not a repository. Untracked environments and caches are never sent. Links are followed inside the project. Each file that is left out is
 listed with the reason, since the program may miss it on the other machine. Files are identified by their hashes
 (`groupwise.jobs.hosts.files`), so only those that the machine lacks are sent.
 """
@@ -159,10 +159,10 @@ def bundle(
     `secrets`: environment variables with secret values, which are sent separately. `take`: files and folders of the project that are
     sent although git ignores them, a run made them, or they look like credentials. `exclude`: patterns of files and folders that are
     not sent, unless `take` names that very file. Raises UsageError if a file contains a secret or something that looks like one, if
-    `root` is no folder, and if the files are too large or too many.
+    `root` is not a folder, and if the files are too large or too many.
     """
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder, so there is no project to send.")
+        raise UsageError(f"{root} is not a folder, so there is no project to send.")
     left_out: dict[str, str] = {}
     selected = {path for name in take for path in _files_to_take(root, name)}
     named_paths = {Path(os.path.normpath(name)).as_posix() for name in take}
@@ -502,9 +502,8 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 def _looks_secret(file: Path) -> bool:
     """True if a text file contains a string in the format of a credential."""
-    data = _read_head(file, CREDENTIAL_SEARCH_BYTES).replace(
-        b"\0", b""
-    )  # removes the NUL bytes of UTF-16
+    # Removes the NUL bytes of UTF-16.
+    data = _read_head(file, CREDENTIAL_SEARCH_BYTES).replace(b"\0", b"")
     head = data[:TEXT_CHECK_BYTES]
     if sum(head.count(control) for control in CONTROLS) * 100 > len(head):
         return False  # not a text: a picture or weights

@@ -292,7 +292,7 @@ def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str
     for name, value in hyperparams.items():
         if not _KEY.fullmatch(name):
             problems.append(
-                f"hyperparams: {name!r:.60} is no key of a config, as algorithm.beta is"
+                f"hyperparams: {name!r:.60} is not a key of a config, as algorithm.beta is"
             )
             continue
         if name == "algorithm.type" and is_own(str(value)):
@@ -304,7 +304,7 @@ def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str
         try:
             overrides.append(f"{name}={override_value(value)}")
         except ValueError:
-            problems.append(f"hyperparams: {name} is no finite number")
+            problems.append(f"hyperparams: {name} is not a finite number")
     return tuple(overrides)
 
 

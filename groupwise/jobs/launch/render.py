@@ -199,7 +199,7 @@ def check_options(
     if name_pattern is not None and not re.fullmatch(name_pattern, options.name):
         raise UsageError(f"--name {options.name}: {engine} takes names of the form {name_pattern}.")
     if not all(is_utf8(argument) and "\0" not in argument for argument in options.command):
-        raise UsageError("an argument is no text, or has a NUL character in it.")
+        raise UsageError("an argument is not text, or has a NUL character in it.")
     try:
         TypeAdapter(RenderOptions).validate_python(asdict(options))
     except ValidationError as error:

@@ -48,9 +48,8 @@ def result(handle: Handle, place: str, status: Status, fetched: FetchedResults) 
     ending = status.ending
     runs: list[dict[str, Any]] = []
     for path in map(PurePosixPath, fetched.files):
-        if (
-            path.name != RECORD or "checkpoints" in path.parts
-        ):  # checkpoints contain copies of a run's record
+        # Checkpoints contain copies of a run's record.
+        if path.name != RECORD or "checkpoints" in path.parts:
             continue
         run, summary, problem = path.parent, None, None
         try:  # a run that ended by itself has a summary: state, steps, metrics, hub repository

@@ -379,9 +379,8 @@ class EngineProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while self._stop_reason is None:
-                ended = has_ended(
-                    process
-                )  # before the socket is read, so that its last messages are read
+                # Before the socket is read, so that its last messages are read.
+                ended = has_ended(process)
                 if selector.select(0 if ended else _CHECK_INTERVAL):
                     try:
                         messages = self._channel.receive_available()

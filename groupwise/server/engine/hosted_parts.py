@@ -350,7 +350,7 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
         _require(
             siblings is None or 0 <= siblings.tokens < 2**53,
             f"{where}.others.tokens",
-            "is no number of tokens",
+            "is not a number of tokens",
         )
         end = 0
         for span in sorted(row.withheld, key=lambda withheld: withheld.start):

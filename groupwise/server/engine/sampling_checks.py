@@ -22,7 +22,7 @@ def refuse_unknown_tokens(token_ids: Sequence[int], vocabulary: int, field: Orde
     unknown = next((id for id in token_ids if not 0 <= id < vocabulary), None)
     if unknown is not None:
         raise InvalidSampleRequest(
-            f"{unknown}, given as {field}, is no token of this model; its tokens are 0 to {vocabulary - 1}. GET /tokenizer has them.",
+            f"{unknown}, given as {field}, is not a token of this model; its tokens are 0 to {vocabulary - 1}. GET /tokenizer has them.",
             field,
         )
 

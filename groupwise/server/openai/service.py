@@ -312,9 +312,8 @@ class OpenAIService:
         sample_requests: list[GroupSampleRequest] = []
         for prompt in ask.prompts:
             draw, columns = next(self._draws), ask.columns
-            if (
-                ask.sampling.seed is None
-            ):  # random, so that a restarted server does not repeat itself
+            # Random, so that a restarted server does not repeat itself.
+            if ask.sampling.seed is None:
                 sampling = replace(sampling, seed=secrets.randbits(63))
             sample_requests.append(
                 GroupSampleRequest(
@@ -501,9 +500,8 @@ class OpenAIService:
         progress.engine = None
         steps = {sample.step for sample in samples}
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
-            raise self._unknown_model(
-                ask.model
-            )  # a step changed the policy before the prompts were sampled
+            # A step changed the policy before the prompts were sampled.
+            raise self._unknown_model(ask.model)
         if len(steps) > 1:
             raise Refusal(
                 "engine_recovering",

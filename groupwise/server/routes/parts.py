@@ -91,7 +91,7 @@ class _Handlers:
             call = await read_body(content, lambda text: CallRequest.model_validate(parse(text)))
         except NotStrict as error:
             raise Refusal(
-                "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
+                "invalid_request", f"the body is not JSON as it is taken here: {error.msg}"
             ) from None
         except ValidationError as error:
             raise Refusal.of_fields(error) from None

@@ -46,9 +46,8 @@ class Checkpoints:
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Save the run's current state under a name: after the step in progress, or as the run ended."""
         row = self._active_run.any_run()
-        checkpoint = self._named.saved_by_request(
-            name, caller
-        )  # saved for this same request by a server that ended before it could answer
+        # Saved for this same request by a server that ended before it could answer.
+        checkpoint = self._named.saved_by_request(name, caller)
         if checkpoint is None:
             self._named.refuse_taken(name)
         while checkpoint is None:

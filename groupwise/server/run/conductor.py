@@ -325,9 +325,8 @@ class Conductor:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
         step = self.last_status.step if self.last_status else 0
-        with suppress(
-            StoreError
-        ):  # clients see the failure anyway, and the next server tries again
+        # Clients see the failure anyway, and the next server tries again.
+        with suppress(StoreError):
             await self._ledger.do(
                 steps.end_run, self._run_name, "failed", EventKind.FAILED, step, reason
             )

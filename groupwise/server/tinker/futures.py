@@ -34,7 +34,7 @@ PROTOBUF = "application/x-protobuf"
 GAP_TIMEOUT = 600.0
 """Seconds that a call queue waits for a missing number: twice the five minutes for which the client repeats a request."""
 
-Work = Callable[[], Awaitable[Outcome]]
+AnswerFunction = Callable[[], Awaitable[Outcome]]
 
 
 class AnswerGone(GroupwiseError):
@@ -196,11 +196,11 @@ class Futures:
             )
         call.persisted.result()
 
-    def start(self, id: str, work: Work) -> None:
+    def start(self, id: str, work: AnswerFunction) -> None:
         """Start the work of a call in a task of its own."""
         self._spawn(self.run(id, work))
 
-    async def run(self, id: str, work: Work | Exception) -> None:
+    async def run(self, id: str, work: AnswerFunction | Exception) -> None:
         """Do the work of a call once it is in the ledger, and record its outcome. An exception in place of the work is recorded as a
         failure.
         """
@@ -332,7 +332,7 @@ class CallQueue:
         self.name = name
         self._futures = futures
         self._gap_timeout = gap_timeout
-        self._queued: dict[int, tuple[str, Work | Exception]] = {}
+        self._queued: dict[int, tuple[str, AnswerFunction | Exception]] = {}
         """Id and work of each call that is waiting or in progress, by sequence number."""
         self._next = first
         self._worker: asyncio.Task[None] | None = None
@@ -347,7 +347,7 @@ class CallQueue:
         self,
         sequence: int,
         content: bytes,
-        work: Work | Exception,
+        work: AnswerFunction | Exception,
         kind: str,
         identity: bytes | None = None,
     ) -> str:

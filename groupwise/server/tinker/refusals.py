@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from groupwise.api.schemas.problems import KINDS, Kind, Refusal
+from groupwise.api.schemas.problems import KINDS, ProblemKind, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, StoreError, UsageError
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.tinker.compatibility import Unsupported
@@ -31,43 +31,43 @@ OF_OTHERS = (
     "disk_full",
     "internal",
 )
-CODES: Mapping[str, Kind] = {
+CODES: Mapping[str, ProblemKind] = {
     **{code: KINDS[code] for code in OF_OTHERS},
-    "usage": Kind(
+    "usage": ProblemKind(
         400,
         "Not what the server takes",
         "A field, a value or the whole body is not what this server takes; the message names it. A number in the order of the model's "
         "calls is used up all the same.",
     ),
-    "unsupported": Kind(
+    "unsupported": ProblemKind(
         400,
         "Not supported",
         "The protocol has this, and this server has not; the message names the method of the client, and says why.",
     ),
-    "not_there": Kind(
+    "not_there": ProblemKind(
         404,
         "Not there",
         "No such address, session, model or sampler: it never was, its session has ended, or the server does not know it.",
     ),
-    "unknown_answer": Kind(404, "No such request", "No request was ever given this id."),
-    "answer_gone": Kind(
+    "unknown_answer": ProblemKind(404, "No such request", "No request was ever given this id."),
+    "answer_gone": ProblemKind(
         410,
         "The answer is gone",
         "The request was answered, but its answer is kept no longer, or was given by a server that has ended.",
     ),
-    "too_many_calls": Kind(
+    "too_many_calls": ProblemKind(
         429,
         "Too many calls wait",
         "More calls wait than are taken, all clients together; send this one again later.",
         retry=True,
     ),
-    "not_kept": Kind(
+    "not_kept": ProblemKind(
         503,
         "Not written down",
         "The call could not be written down at the moment, so it was not taken; send it again later.",
         retry=True,
     ),
-    "engine_failed": Kind(
+    "engine_failed": ProblemKind(
         503,
         "The engine has failed",
         "The process with the model ended while this was asked, and too often; the message says how.",

@@ -382,7 +382,7 @@ class _Handlers:
         """The named checkpoints of a model, the oldest first; also after its session has ended."""
         run = request.path_params["run"]
         if not MODEL.fullmatch(run):
-            raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
+            raise UsageError(f"{run!r} is not an id of a training run; they look like s-…:train:0.")
         return await self._service.rest.checkpoints_of(run)
 
     @_route("GET", "/checkpoints", responses.CheckpointsListResponse, query=requests.Page)
@@ -475,7 +475,7 @@ class _Handlers:
             return await read_body(body, lambda text: kind.model_validate(parse(text)))
         except NotStrict as error:
             raise UsageError(
-                f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
+                f"The body is not JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
             raise _usage_error(error, kind) from error

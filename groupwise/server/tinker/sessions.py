@@ -153,9 +153,8 @@ class SessionRegistry:
             del self._samplers[id]
         if session_state is not None:
             await self._ledger.do_when_writable(calls.end_session, session)
-            self._sessions.pop(
-                session, None
-            )  # a repeated request may have opened it again meanwhile
+            # A repeated request may have opened it again meanwhile.
+            self._sessions.pop(session, None)
 
     async def end_silent_sessions(self) -> None:
         """End the sessions of clients that have sent no heartbeat for `SESSION_SILENCE` seconds."""
@@ -332,7 +331,7 @@ def stored_at(path: str) -> Stored:
     well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
     if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:
         raise UsageError(
-            f"{path!r} is no path of saved weights. They look like tinker://<model>/weights/<name> or "
+            f"{path!r} is not a path of saved weights. They look like tinker://<model>/weights/<name> or "
             "tinker://<model>/sampler_weights/<name>."
         )
     return Stored(parts[0], kinds[parts[1]], parts[2])

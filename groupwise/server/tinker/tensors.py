@@ -152,7 +152,7 @@ def unpacked(data: bytes, kind: str, where: str) -> list[Any]:
     """The numbers in some bytes, by their format in `struct`, little-endian."""
     size = struct.calcsize(f"<{kind}")
     if len(data) % size:
-        raise UsageError(f"{where} has {len(data)} bytes, which is no multiple of {size}.")
+        raise UsageError(f"{where} has {len(data)} bytes, which is not a multiple of {size}.")
     return list(struct.unpack(f"<{len(data) // size}{kind}", data))
 
 

@@ -20,7 +20,7 @@ from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.checkpoints import Checkpoints
-from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
+from groupwise.server.tinker.futures import JSON, PROTOBUF, AnswerFunction, failed_outcome
 from groupwise.server.tinker.requests import content_of, identity_of, kind_of
 from groupwise.server.tinker.sessions import (
     EPHEMERAL,
@@ -280,7 +280,9 @@ class TrainingCalls:
         return _submit_call(model, body.seq_id, body, work)
 
 
-def _submit_call(model: Model, sequence: int, body: requests.Body, work: Work) -> tuple[str, str]:
+def _submit_call(
+    model: Model, sequence: int, body: requests.Body, work: AnswerFunction
+) -> tuple[str, str]:
     """Queue a call of a created model; returns the ids of the model and of the call."""
     _check_sequence(sequence)
     content, identity = content_of(body), identity_of(body)

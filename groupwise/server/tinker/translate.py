@@ -102,7 +102,7 @@ def parse_forward_backward(body: bytes) -> Any:
         message.ParseFromString(body)
     except (DecodeError, IndexError) as error:
         raise UsageError(
-            f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
+            f"The body of forward_backward is not a protobuf message ForwardBackwardRequest: {error}."
         ) from error
     if len(message.model_id) > requests.LONGEST_ID:
         raise UsageError(

@@ -271,7 +271,7 @@ def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
 def _required_text(source_row: Mapping[str, Any], column: str) -> str:
     value = source_row.get(column)
     if not isinstance(value, str) or not value.strip():
-        raise Unusable(f"the {column} is {'no text' if value else 'empty or missing'}")
+        raise Unusable(f"the {column} is {'not text' if value else 'empty or missing'}")
     return value.strip()
 
 

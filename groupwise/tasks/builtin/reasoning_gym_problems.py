@@ -92,7 +92,9 @@ def entry_as_text(entry: Mapping[str, Any]) -> str:
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"an entry holds something that is no plain value: {text:.200}") from error
+        raise ValueError(
+            f"an entry holds something that is not a plain value: {text:.200}"
+        ) from error
     return text
 
 

@@ -168,7 +168,7 @@ def rubric_text(value: Any) -> str:
         raise ValueError(f"a criterion has none of {', '.join(CRITERION)}, but {', '.join(record)}")
     if isinstance(value, list | tuple):
         return "\n".join(rubric_text(criterion) for criterion in cast("Sequence[Any]", value))
-    raise ValueError(f"{type(value).__name__} is no rubric")
+    raise ValueError(f"{type(value).__name__} is not a rubric")
 
 
 def _parse_rubric(text: str) -> list[Any] | None:

@@ -1,7 +1,7 @@
 """Wordle as a game: up to six guesses, each marked by the environment, until the secret is found.
 
 Needs `rollout.type: environment`. Every turn is written as in the task `wordle`: think, close `</think>`, `<guess>word</guess>`. A
-turn without a guess, or with what is no real word, is used up like any other and gets no marks. Six parts make the reward, 1.7 at
+turn without a guess, or with what is not a real word, is used up like any other and gets no marks. Six parts make the reward, 1.7 at
 most; their weights are in `task.weights`:
 
     won             1      the secret was found

@@ -219,7 +219,7 @@ def _words_in_file(file: Path) -> tuple[str, ...]:
         word = line.partition("#")[0].strip().lower()
         if word and not re.fullmatch(rf"[a-z]{{{LENGTH}}}", word):
             raise TaskError(
-                f"{file}:{number}: {word!r:.40} is no word of {LENGTH} letters from a to z. Leave it out."
+                f"{file}:{number}: {word!r:.40} is not a word of {LENGTH} letters from a to z. Leave it out."
             )
         if word:
             words[word] = None

@@ -122,7 +122,7 @@ def message_of(value: Any) -> Message:
     if _is_plain(value):
         return dict(cast("dict[str, Any]", value))
     if not isinstance(value, Mapping):
-        raise Unusable("a message is no mapping of role and content")
+        raise Unusable("a message is not a mapping of role and content")
     message = without_nulls(_with_our_names(cast("Mapping[str, Any]", value)))
     role = message.get("role")
     if not isinstance(role, str):
@@ -176,7 +176,7 @@ def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
 def with_arguments(call: Any) -> Any:
     """A tool call whose arguments are an object, as templates need them, even if they were given as JSON text."""
     if not isinstance(call, Mapping):
-        raise Unusable("a tool call is no mapping of a function and its arguments")
+        raise Unusable("a tool call is not a mapping of a function and its arguments")
     tool_call = dict(cast("Mapping[str, Any]", call))
     if isinstance(tool_call.get("function"), Mapping):
         return {**tool_call, "function": with_arguments(tool_call["function"])}

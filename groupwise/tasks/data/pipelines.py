@@ -28,7 +28,7 @@ KIND = "preprocessing pipeline"
 def generic(row: Row) -> Row:
     """Preprocesses rows whose prompt must be text."""
     if not isinstance(row["prompt"], str):
-        raise Unusable("the prompt is no text, which the pipeline generic takes (deepseek: chats)")
+        raise Unusable("the prompt is not text, which the pipeline generic takes (deepseek: chats)")
     return row
 
 
@@ -90,7 +90,7 @@ def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:
     plugin = load(name, kind=KIND, builtins=builtins, entry_points=ENTRY_POINTS)
     if isinstance(plugin.object, ModuleType) or not callable(plugin.object):
         raise TaskError(
-            f"The {KIND} {name} is no function. Name one, as in module:function: it takes a row and gives a row or None. Built-in: "
+            f"The {KIND} {name} is not a function. Name one, as in module:function: it takes a row and gives a row or None. Built-in: "
             f"{', '.join(sorted(BUILT_IN))}."
         )
     return Pipeline(name, plugin.object, plugin.file)

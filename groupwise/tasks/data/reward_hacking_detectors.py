@@ -124,7 +124,7 @@ class SignalsConfig(Strict):
     def _is_known_of_each_prompt(cls, name: str | None) -> str | None:
         if name is not None and not BY_PROMPT.fullmatch(name):
             raise ValueError(
-                f'"{name}" is no metric of single prompts, which are compared one by one; give reward, rewards/NAME/mean, pass@k, '
+                f'"{name}" is not a metric of single prompts, which are compared one by one; give reward, rewards/NAME/mean, pass@k, '
                 "avg@n or maj@n."
             )
         return name

@@ -117,7 +117,7 @@ def teacher_example(
             raise TaskError(_no_form_message(row, text_field, location))
     if not isinstance(content, Conversation) and row.get(ARGUMENTS):
         raise TaskError(
-            f"{location}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
+            f"{location}: `{ARGUMENTS}` has no effect on a row that is not a conversation: no chat template is applied to it. Leave it out."
         )
     extra_columns = {name: value for name, value in row.items() if name not in used_columns}
     return TeacherExample(Example(index, _prompt_of(content), extra_columns), content)

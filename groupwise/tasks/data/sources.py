@@ -398,7 +398,7 @@ def _decode_utf8(data: bytes, where: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise TaskError(
-            f"{where}: byte {error.start} is no UTF-8 (0x{data[error.start]:02x}). Save the file as UTF-8."
+            f"{where}: byte {error.start} is not UTF-8 (0x{data[error.start]:02x}). Save the file as UTF-8."
         ) from error
 
 
@@ -409,7 +409,7 @@ def _parse_json(text: str, where: str) -> Any:
         raise TaskError(f"{where} is nested too deep to be read.") from None
     except ValueError as error:
         hint = " One row per line is .jsonl." if where.endswith(".json") else ""
-        raise TaskError(f"{where} is no JSON: {error}.{hint}") from error
+        raise TaskError(f"{where} is not JSON: {error}.{hint}") from error
 
 
 def _require_row(value: Any, where: str) -> Row:

@@ -272,7 +272,7 @@ def name_of(requirement: str) -> str:
 def _checked_name(name: str) -> str:
     if _NAME.fullmatch(name):
         return name
-    raise UsageError(f"{name!r} is no name of an environment: letters, digits, dots and dashes.")
+    raise UsageError(f"{name!r} is not a name of an environment: letters, digits, dots and dashes.")
 
 
 def _plain_name(name: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EnvironmentKind:
     """One kind of environment."""
 
     script: str
@@ -25,19 +25,19 @@ class Kind:
 
 
 KINDS = {
-    "verifiers": Kind(
+    "verifiers": EnvironmentKind(
         "verifiers_bridge.py",
         "verifiers",
         "https://app.primeintellect.ai/dashboard/environments",
         programs=("uv",),  # runs the programs of harnesses
     ),
-    "textarena": Kind(
+    "textarena": EnvironmentKind(
         "textarena_bridge.py",
         "textarena",
         "https://github.com/LeonGuertler/TextArena",
         environment="text-games",
     ),
-    "openenv": Kind(
+    "openenv": EnvironmentKind(
         "openenv_bridge.py",
         "openenv",
         "https://github.com/meta-pytorch/OpenEnv",

@@ -90,7 +90,7 @@ def parse_attempt_result(result: object, given: Mapping[str, str | None]) -> Att
         own_name = f"metric/{name}" if name in names else name
         parts.append(RewardPart(_name(own_name), _number(name, value), 0.0))
     if not math.isfinite(sum((part.value or 0.0) * part.weight for part in parts)):
-        raise InvalidAnswer("the sum of its rewards is no finite number")
+        raise InvalidAnswer("the sum of its rewards is not a finite number")
     completions = answer.get("completions")
     if completions is not None:
         completions = tuple(_known(id, turns) for id in _list(completions, "completions"))
@@ -139,7 +139,7 @@ def _known(id: object, turns: Collection[str]) -> str:
     bare = id.rpartition("-")[2].removeprefix("resp_") if isinstance(id, str) else None
     if bare in turns:
         return cast("str", bare)
-    raise InvalidAnswer(f"{_short(id)} is no id of a completion that this attempt was given")
+    raise InvalidAnswer(f"{_short(id)} is not an id of a completion that this attempt was given")
 
 
 def _list(value: object, name: str) -> list[Any]:

@@ -127,7 +127,7 @@ def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """The bytes of a token's text; None if it is no whole character."""
+    """The bytes of a token's text; None if it is not a whole character."""
     return None if INCOMPLETE in text else list(text.encode())
 
 

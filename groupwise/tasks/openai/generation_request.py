@@ -208,7 +208,7 @@ def _call(call: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(fields.get("name"), str):
         raise field_refusal(
             field,
-            'is no call of a function; one is {"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}',
+            'is not a call of a function; one is {"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}',
         )
     plain = {name: value for name, value in call.items() if name != "index"}
     return {**plain, "function": {k: v for k, v in fields.items() if k != "parsed_arguments"}}

@@ -628,9 +628,8 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
-            raise AttributeError(
-                name
-            )  # dunder names that Python looks up implicitly are not requested from the other process
+            # Dunder names that Python looks up implicitly are not requested from the other process.
+            raise AttributeError(name)
         return _ask_remote(self, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

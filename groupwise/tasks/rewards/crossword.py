@@ -256,9 +256,8 @@ def _stated_length(row: Mapping[str, Any]) -> int | None:
     """The number of letters that the row states for its answer; None if it states none."""
     for name in ENUMERATIONS:
         value = row.get(name)
-        enumeration = (
-            "" if value is None else str(value).removesuffix(".0")
-        )  # tables with gaps store floats
+        # Tables with gaps store floats.
+        enumeration = "" if value is None else str(value).removesuffix(".0")
         numbers = [int(number) for number in re.findall(r"[0-9]+", enumeration)]
         if numbers:
             return sum(numbers)

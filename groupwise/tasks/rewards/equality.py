@@ -358,9 +358,10 @@ def numeric_value(node: Node) -> Fraction | None:
         case "/", (over, under):
             top, bottom = numeric_value(over), numeric_value(under)
             return top / bottom if top is not None and bottom else None
+        # A mixed number.
         case "+", (Node(kind="number") as whole, Node(kind="/") as part) if (
             whole.value.denominator == 1
-        ):  # a mixed number
+        ):
             number = numeric_value(part)
             return None if number is None else whole.value + number
         case _:

@@ -76,15 +76,17 @@ class LimitedThread:
         self._name = name
         self._too_slow = too_slow
         self._spare = spare
-        self._hanging_threads: list[DaemonThreads[Work]] = []
+        self._hanging_threads: list[DaemonThreads[ThreadCall]] = []
         self._final_error: RunError | None = None
         self._start_thread()
 
     def _start_thread(self) -> None:
         self._runner = _Runner()
-        self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], self._name)
+        self._thread: DaemonThreads[ThreadCall] = DaemonThreads([self._runner], self._name)
 
-    async def call(self, call: Callable[[Work], Awaitable[T]], limit: float | None = None) -> T:
+    async def call(
+        self, call: Callable[[ThreadCall], Awaitable[T]], limit: float | None = None
+    ) -> T:
         """The result of a coroutine function, run in the thread. It notes the start of each piece of user code; each piece may take
         `limit` seconds.
 
@@ -92,7 +94,7 @@ class LimitedThread:
         call.
         """
         while self._final_error is None:
-            thread, job = self._thread, Work(call)
+            thread, job = self._thread, ThreadCall(call)
             done = asyncio.wrap_future(thread.submit(job))
             start = asyncio.wrap_future(job.started)
             await asyncio.wait({done, start}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +155,7 @@ class InProcessScorer:
         later call.
         """
 
-        async def work(job: Work) -> GroupScore:
+        async def work(job: ThreadCall) -> GroupScore:
             try:
                 return await self._scorer.score(request, job.note)
             except Exception as error:  # noqa: BLE001 — any error of user code fails only its group
@@ -174,7 +176,7 @@ class InProcessScorer:
     ) -> dict[str, Any]:
         """The task's metrics, as JSON values; without a time limit, because there is nothing to fall back on."""
 
-        async def work(job: Work) -> dict[str, Any]:
+        async def work(job: ThreadCall) -> dict[str, Any]:
             with loop_of_thread():
                 return plain(self._scorer.compute_metrics(prompts, completions, rows))
 
@@ -199,10 +201,10 @@ def _too_slow(running: str, limit: float) -> RunError:
 
 
 @dataclass(slots=True)
-class Work:
+class ThreadCall:
     """A call for the thread, with the thread's notes about it."""
 
-    call: Callable[[Work], Awaitable[Any]]
+    call: Callable[[ThreadCall], Awaitable[Any]]
     started: Future[None] = field(default_factory=Future[None])
     running: str = "?"
     since: float = 0.0
@@ -229,7 +231,7 @@ class _Runner:
     def begin(self) -> None:
         self._loop = asyncio.Runner()
 
-    def do(self, job: Work) -> Any:
+    def do(self, job: ThreadCall) -> Any:
         self.busy, job.since = True, time.monotonic()
         job.started.set_result(None)
 

@@ -7,7 +7,7 @@ for the first place; `group` about all of them in one question. Equal completion
 
 Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that its completions fail, as they do if
 the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
-`judge_prompts` builds the questions, and keeps a completion from answering for the judge.
+`judge_prompts` builds the questions, so that text in a completion cannot pass for the judge's verdict.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Judge:
         return _Opinion(value, verdict.said)
 
     def _rubric_of(self, rubric: Any) -> str:
-        """The config's rubric, else this one of a row. Raises ValueError if that is no text."""
+        """The config's rubric, else this one of a row. Raises ValueError if that is not text."""
         if self.rubric is not None:
             return self.rubric
         if not isinstance(rubric, str) or not rubric.strip():

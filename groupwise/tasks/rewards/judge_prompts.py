@@ -194,7 +194,7 @@ def check_template(template: str) -> None:
     missing, unknown = FIELDS - _OPTIONAL - fields, fields - FIELDS
     if missing or unknown:
         problems = [f"lacks {{{name}}}" for name in sorted(missing)]
-        problems += [f"has {{{name}}}, which is no field" for name in sorted(unknown)]
+        problems += [f"has {{{name}}}, which is not a field" for name in sorted(unknown)]
         raise ValueError(f"template {' and '.join(problems)}. Write {{{{ and }}}} for braces.")
 
 

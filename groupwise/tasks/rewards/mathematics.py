@@ -62,7 +62,7 @@ class MathAnswer:
     wrong: float = -1.0
     """Tolerant: any other number."""
     not_numeric: float = -0.5
-    """Tolerant: there is no answer, or it or the gold answer is no number, so that they have no distance."""
+    """Tolerant: there is no answer, or it or the gold answer is not a number, so that they have no distance."""
     answer_tag: Tag = "answer"
     reasoning_tag: Tag | None = None
     """A reasoning tag in addition to the usual ones, which are known."""

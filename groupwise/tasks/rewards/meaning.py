@@ -644,9 +644,8 @@ def _same_systems(gold: Node, answer: Node) -> bool:
             return False
         return _in_any_order(_as_relations(one), _as_relations(other))
     names = gold_names or answer_names
-    if (
-        len({name.partition("_")[0] for name in names}) == 1
-    ):  # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`
+    # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`.
+    if len({name.partition("_")[0] for name in names}) == 1:
         return _in_any_order([node for _, node in one], [node for _, node in other])
     pair = answer if gold_names else gold
     by_name = dict(one if gold_names else other)

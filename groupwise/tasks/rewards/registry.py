@@ -174,7 +174,7 @@ def _build_rewards(names: object, answer_column: str | None, where: str) -> list
             else:
                 if parameters:
                     raise TaskError(
-                        f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
+                        f"{name} is not a class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
                         "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
                     )
                 function = cast("RewardCallable", target)

@@ -8,7 +8,7 @@ process's environment variables, and limits on time, memory, processes, files an
 
 A program's behaviour never raises an error here; `SandboxError` means that the box itself could not be built.
 
-A box guards against code that a model writes during its training, by accident or for reward. It is no security boundary against
+A box guards against code that a model writes during its training, by accident or for reward. It is not a security boundary against
 attacks on the kernel, and it does not limit the memory of all processes of a box together.
 """
 

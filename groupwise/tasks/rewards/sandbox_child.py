@@ -36,7 +36,7 @@ from groupwise.core.processes.frames import FrameBuffer, send_frame
 from groupwise.tasks.rewards import sandbox_kernel as kernel
 
 Report = dict[str, Any]
-Held = dict[str, list[str]]
+Protections = dict[str, list[str]]
 """Protection → the mechanisms that provide it; empty if it does not hold."""
 
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
@@ -59,7 +59,7 @@ def main() -> Callable[[], None]:
             os._exit(0)
         buffer.add(piece)
     orders = json.loads(frame)
-    protections: Held = {
+    protections: Protections = {
         name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
     }
     with suppress(OSError):  # if memory runs out, Linux kills this process first
@@ -194,7 +194,7 @@ def _descendants() -> list[int]:
 
 
 def _run_first_process(
-    orders: dict[str, Any], protections: Held, status_pipe: int
+    orders: dict[str, Any], protections: Protections, status_pipe: int
 ) -> Callable[[], None]:
     """Start the program and wait for its end; only the program's process returns."""
     with suppress(OSError):
@@ -213,7 +213,7 @@ def _run_first_process(
 
 
 def _enter_sandbox(
-    orders: dict[str, Any], protections: Held, status_pipe: int
+    orders: dict[str, Any], protections: Protections, status_pipe: int
 ) -> Callable[[], None]:
     """Give up every right, report it, and return the function to run."""
     # Close every descriptor except the standard ones, the channels (renumbered) and `status_pipe` (the number after theirs).
@@ -305,7 +305,7 @@ def _run_script(source: str, *, common_imports: bool) -> None:
         sys.exit(1)
 
 
-def _confine(orders: dict[str, Any], protections: Held) -> None:
+def _confine(orders: dict[str, Any], protections: Protections) -> None:
     without = orders["without"]
     os.environ.pop("PYTHONPATH", None)
     if sys.path[0] != f"{orders['folder']}/python":

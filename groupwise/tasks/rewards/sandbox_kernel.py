@@ -49,9 +49,8 @@ def leave_namespaces() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _libc_call(
-        "mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None
-    )  # invisible outside the namespace
+    # Invisible outside the namespace.
+    _libc_call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
 
 
 def mount_memory(folder: str, size: int) -> None:
@@ -105,9 +104,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: It
     # All file rights that this version has: 13 at first, later also moving, truncating, and controlling devices.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
-    rules = struct.pack(
-        f"={len(words)}Q", *words
-    )  # files; connecting; abstract sockets and signals
+    # Files, connections, abstract sockets, signals.
+    rules = struct.pack(f"={len(words)}Q", *words)
     ruleset = _landlock_call("landlock_create_ruleset", rules, len(rules), 0)
     try:
         for path in readable:

@@ -112,9 +112,8 @@ class RolloutConfig(Strict):
     def longest(self, max_completion_length: int) -> int:
         """Most tokens that may follow a prompt, given the most tokens of one completion."""
         if self.type == "two_stage":
-            inserted = len(
-                (self.reasoning_end + self.answer_start).encode()
-            )  # at most a token a byte
+            # A byte is at most one token.
+            inserted = len((self.reasoning_end + self.answer_start).encode())
             return self.max_reasoning_length + inserted + self.max_answer_length
         if self.type in TURNS:
             turn = 2 * max_completion_length + HEADERS

@@ -263,9 +263,8 @@ class ChatDialogue:
         if not observation:
             raise Unrenderable("the environment is not done, but gave no observation")
         messages = [*self._messages]
-        if (
-            self._describes_tools
-        ):  # the chat template does not support tools: their results are user messages
+        # The chat template does not support tools: their results are user messages.
+        if self._describes_tools:
             messages = [_result_of_user(self._tokenizer, message) for message in messages]
         rendered = self._render(join_conversation(self._prompt, messages))
         added = self._template_suffix(rendered)

@@ -54,8 +54,8 @@ from groupwise.tasks.openai.responses import (
     response_of,
 )
 from groupwise.tasks.openai.tools import call_format_of
-from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.single import policy_segment
 from groupwise.tasks.rollouts.trajectory import Turn
 
@@ -84,7 +84,7 @@ class PolicyCalls:
         self,
         sampler: Sampler,
         tokenizer: Any,
-        ask: RolloutRequest,
+        rollout_request: RolloutRequest,
         member: int,
         max_turns: int,
         longest: int,
@@ -103,7 +103,7 @@ class PolicyCalls:
         """The limit that refused a call."""
         self.failure: Exception | None = None
         """An error of the sampler, which is the run's."""
-        self._sampler, self._ask, self._member = sampler, ask, member
+        self._sampler, self._rollout_request, self._member = sampler, rollout_request, member
         self._max_turns, self._longest = max_turns, longest
         self._begun = 0
         self._in_flight, self._waited, self._since = 0, 0.0, 0.0
@@ -113,27 +113,37 @@ class PolicyCalls:
         """How many seconds the environment has waited for the policy so far."""
         return self._waited + (time.monotonic() - self._since if self._in_flight else 0.0)
 
-    async def complete(self, ask: GenerationRequest, session: str | None = None) -> Completed:
+    async def complete(
+        self, generation_request: GenerationRequest, session: str | None = None
+    ) -> Completed:
         """Sample one completion. Refuses what cannot be sampled or trained on."""
         if self._in_flight == 0:
             self._since = time.monotonic()
         self._in_flight += 1
         try:
-            return await self._complete(ask, session)
+            return await self._complete(generation_request, session)
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._waited += time.monotonic() - self._since
 
-    async def _complete(self, ask: GenerationRequest, session: str | None) -> Completed:
-        if ask.n > 1:
-            raise field_refusal("n", f"is {ask.n}; ask for one completion at a time")
-        if len(ask.prompts) > 1:
-            raise field_refusal("prompt", f"has {len(ask.prompts)} texts; ask one by one")
-        if ask.sampling.processing is not None:
-            changed = "tools" if ask.sampling.processing.tool_calls else "response_format"
+    async def _complete(
+        self, generation_request: GenerationRequest, session: str | None
+    ) -> Completed:
+        if generation_request.n > 1:
+            raise field_refusal("n", f"is {generation_request.n}; ask for one completion at a time")
+        if len(generation_request.prompts) > 1:
             raise field_refusal(
-                ask.field_names["tool_calls" if changed == "tools" else "json_schema"],
+                "prompt", f"has {len(generation_request.prompts)} texts; ask one by one"
+            )
+        if generation_request.sampling.processing is not None:
+            changed = (
+                "tools" if generation_request.sampling.processing.tool_calls else "response_format"
+            )
+            raise field_refusal(
+                generation_request.field_names[
+                    "tool_calls" if changed == "tools" else "json_schema"
+                ],
                 "would force what is drawn, which cannot be trained on; leave it to the model",
             )
         if self._begun == self._max_turns:
@@ -142,27 +152,33 @@ class PolicyCalls:
                 "messages",
                 f"this attempt has had its {self._max_turns} completions (rollout.max_turns)",
             )
-        ids = self._prompt_ids(ask)
+        ids = self._prompt_ids(generation_request)
         room = self._longest - len(ids)
         if room < 1:
             raise self._too_long(f"{len(ids)}")
         turn = self._begun
         self._begun += 1
-        own = self._ask.params
-        request = self._ask.request(
+        own = self._rollout_request.params
+        request = self._rollout_request.sampler_request(
             ids,
-            [self._ask.seed(self._member, turn)],
-            max_tokens=min(ask.sampling.max_tokens or own.max_tokens, own.max_tokens, room),
-            stop=(*own.stop, *(stop for stop in ask.stops if stop not in own.stop)),
+            [self._rollout_request.seed(self._member, turn)],
+            max_tokens=min(
+                generation_request.sampling.max_tokens or own.max_tokens, own.max_tokens, room
+            ),
+            stop=(*own.stop, *(stop for stop in generation_request.stops if stop not in own.stop)),
         )
         try:
             (completion,) = await self._sampler.generate(request)
         except Exception as error:  # of the run, which ends by it; the program only sees that
             self.failure = error
             raise Refusal("internal") from error
-        keep = call_markers(self.tokenizer) if ask.columns.get(TOOLS) else frozenset[int]()
+        keep = (
+            call_markers(self.tokenizer)
+            if generation_request.columns.get(TOOLS)
+            else frozenset[int]()
+        )
         rollout = Rollout(
-            draw=self._ask.draw,
+            draw=self._rollout_request.draw,
             member=self._member,
             attempt=0,
             prompt_ids=ids,
@@ -170,17 +186,17 @@ class PolicyCalls:
             completion=completion_text(self.tokenizer, completion.token_ids, keep),
         )
         details = None
-        if ask.logprobs:
+        if generation_request.logprobs:
             details = await describe_tokens(rollout, None, None, self._token_texts)
         id = secrets.token_hex(12)
-        choice = write_completion(rollout, ask, details)
+        choice = write_completion(rollout, generation_request, details)
         calls = [{"name": call.name, "arguments": call.arguments} for call in choice.calls]
         self.messages[id] = {
             "role": "assistant",
             "content": choice.text,
             **({"tool_calls": calls} if calls else {}),
         }
-        prompt = next(iter(ask.prompts))
+        prompt = next(iter(generation_request.prompts))
         if isinstance(prompt, tuple):
             prompt = render_prompt(self.tokenizer, ids)
         self.turns[id], self.sessions[id] = Turn(prompt, rollout), session
@@ -195,8 +211,8 @@ class PolicyCalls:
             choices=(choice,),
         )
 
-    def _prompt_ids(self, ask: GenerationRequest) -> tuple[int, ...]:
-        prompt = ask.prompts[0]
+    def _prompt_ids(self, generation_request: GenerationRequest) -> tuple[int, ...]:
+        prompt = generation_request.prompts[0]
         if isinstance(prompt, tuple):
             vocabulary = len(self.tokenizer)
             if not prompt or any(not 0 <= id < vocabulary for id in prompt):
@@ -210,9 +226,9 @@ class PolicyCalls:
             most = self._longest * MAX_CHARACTERS_OF_A_TOKEN
             if any(isinstance(text, str) and len(text) > most for text in texts):
                 raise self._too_long(f"one of more than {most} characters")
-            return first_ids(self.tokenizer, prompt, (), ask.columns)
+            return first_ids(self.tokenizer, prompt, (), generation_request.columns)
         except (TaskError, Unusable) as error:
-            raise field_refusal(ask.field_names["prompt"], str(error)) from None
+            raise field_refusal(generation_request.field_names["prompt"], str(error)) from None
 
     def _too_long(self, length: str) -> Refusal:
         """The refusal of a prompt for which there is no room; it also marks the attempt as cut off."""
@@ -243,10 +259,10 @@ class _Call:
     session: str | None
 
     async def complete(self, request: ChatRequest | TextRequest) -> Completed:
-        ask = parse_request(request, StorageHeaders())
+        generation_request = parse_request(request, StorageHeaders())
         template = _template(self.calls.tokenizer)
         return await self.calls.complete(
-            ask.with_call_format(call_format_of(template)), self.session
+            generation_request.with_call_format(call_format_of(template)), self.session
         )
 
 
@@ -396,7 +412,7 @@ class PolicyEndpoint:
         """The request without what the run decides. Refuses what is malformed."""
         body = strict_json.parse(call.body)
         if not isinstance(body, dict):
-            raise Refusal("invalid_request", "The body is no JSON object.")
+            raise Refusal("invalid_request", "The body is not a JSON object.")
         fields = cast("dict[str, Any]", body)
         ignored = {
             name for name in fields if name in DECIDED_BY_THE_RUN or name not in kind.model_fields

@@ -1,4 +1,4 @@
-"""The rollout of several turns: a completion, the environment's answer, a completion, until the environment is done.
+"""A rollout of several turns: a completion, the environment's answer, a completion, until the environment is done.
 
     first prompt → (completion → observation, done)* → rewards
 
@@ -36,9 +36,9 @@ from groupwise.core.types import (
     Sampler,
     SamplingParams,
 )
-from groupwise.tasks.rollouts.asking import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin_dialogue
 from groupwise.tasks.rollouts.hosts import EnvironmentHost
+from groupwise.tasks.rollouts.rollout_request import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
 
@@ -120,10 +120,10 @@ class EnvironmentRollouts:
         """End the workers with all environments in them."""
         await self._host.close()
 
-    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+    async def sample(self, sampler: Sampler, request: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         attempts = await gather_all(
-            self._begin_attempt(ask, member) for member in range(ask.members)
+            self._begin_attempt(request, member) for member in range(request.members)
         )
         alive = [attempt for attempt in attempts if not attempt.is_over]
         for attempt in alive:
@@ -133,38 +133,40 @@ class EnvironmentRollouts:
                     "the environment gave this member another first prompt than the other members of its group; what "
                     "`reset` returns may depend on the row and `seed`, not on `member`",
                 )
-        example = replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
-        completions = await self._first_completions(sampler, ask, attempts)
+        example = replace(request.example, prompt=alive[0].prompt) if alive else request.example
+        completions = await self._first_completions(sampler, request, attempts)
         await gather_all(
-            self._play_turns(sampler, ask, attempt, completion)
+            self._play_turns(sampler, request, attempt, completion)
             for attempt, completion in zip(attempts, completions, strict=True)
         )
-        rollouts = tuple(_rollout_of_attempt(ask, attempt) for attempt in attempts)
-        return Group(ask.draw, example, rollouts)
+        rollouts = tuple(_rollout_of_attempt(request, attempt) for attempt in attempts)
+        return Group(request.draw, example, rollouts)
 
-    async def opening(self, ask: RolloutRequest) -> tuple[int, ...]:
+    async def opening(self, request: RolloutRequest) -> tuple[int, ...]:
         """Tokens of the prompt that an example's environment starts with. Raises TaskError if it gives none."""
-        attempt = await self._begin_attempt(ask, 0)
+        attempt = await self._begin_attempt(request, 0)
         if attempt.outcome != "pending":
-            raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
-        ending = replace(self._turn_call(ask, attempt), ending=True)
+            raise TaskError(
+                f"the first prompt of row {request.example.row_number}: {attempt.reason}"
+            )
+        ending = replace(self._turn_call(request, attempt), ending=True)
         await self._host.ask(ending, self._limits.time_limit)
         return attempt.first
 
     # --- one rollout --------------------------------------------------------------------------------
 
-    async def _begin_attempt(self, ask: RolloutRequest, member: int) -> _Attempt:
+    async def _begin_attempt(self, request: RolloutRequest, member: int) -> _Attempt:
         """The attempt with its first prompt; failed if there is none."""
         session = next(self._sessions)
-        call = self._first_call(ask, member, session)
+        call = self._first_call(request, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
-        prompt = ask.example.prompt if reply.prompt is None else reply.prompt
-        known_ids = ask.prompt_ids if reply.prompt is None and not self._tools else None
+        prompt = request.example.prompt if reply.prompt is None else reply.prompt
+        known_ids = request.prompt_ids if reply.prompt is None and not self._tools else None
         try:
-            dialogue, problem = self._begin_dialogue(ask, prompt, self._tools, known_ids), None
+            dialogue, problem = self._begin_dialogue(request, prompt, self._tools, known_ids), None
         except (TaskError, Unrenderable) as error:  # a prompt made by the environment
-            prompt, problem = ask.example.prompt, str(error)
-            dialogue = self._begin_dialogue(ask, prompt, (), ask.prompt_ids)
+            prompt, problem = request.example.prompt, str(error)
+            dialogue = self._begin_dialogue(request, prompt, (), request.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
         room = self._limits.room
         attempt = _Attempt(
@@ -188,27 +190,27 @@ class EnvironmentRollouts:
 
     def _begin_dialogue(
         self,
-        ask: RolloutRequest,
+        request: RolloutRequest,
         prompt: Prompt,
         tools: Sequence[Schema],
         ids: tuple[int, ...] | None,
     ) -> Dialogue:
-        return begin_dialogue(self._tokenizer, prompt, tools, ask.example.columns, ids)
+        return begin_dialogue(self._tokenizer, prompt, tools, request.example.columns, ids)
 
     async def _play_turns(
         self,
         sampler: Sampler,
-        ask: RolloutRequest,
+        request: RolloutRequest,
         attempt: _Attempt,
         completion: Completion | None,
     ) -> None:
-        """Plays all turns, starting with the first completion."""
+        """Play all turns, starting with the first completion."""
         while completion is not None:
-            params = self._turn_params(ask, attempt)
+            params = self._turn_params(request, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
             remaining = self._limits.max_seconds - attempt.seconds
             limit = min(self._limits.time_limit, max(remaining, MIN_LIMIT))
-            reply = await self._host.ask(self._turn_call(ask, attempt), limit)
+            reply = await self._host.ask(self._turn_call(request, attempt), limit)
             self._apply_reply(attempt, reply)
             if attempt.outcome == "pending":
                 try:
@@ -221,15 +223,15 @@ class EnvironmentRollouts:
                     attempt.fail("failed", str(problem))
             if attempt.is_over:
                 break
-            request = ask.request(
+            sampler_request = request.sampler_request(
                 attempt.dialogue.context,
-                [ask.seed(attempt.member, len(attempt.completions))],
-                max_tokens=self._turn_params(ask, attempt).max_tokens,
+                [request.seed(attempt.member, len(attempt.completions))],
+                max_tokens=self._turn_params(request, attempt).max_tokens,
             )
-            (completion,) = await sampler.generate(request)
+            (completion,) = await sampler.generate(sampler_request)
         if attempt.environment_alive:
             # The environment's reward for the whole rollout.
-            call = replace(self._turn_call(ask, attempt), ending=True)
+            call = replace(self._turn_call(request, attempt), ending=True)
             self._apply_reply(attempt, await self._host.ask(call, self._limits.time_limit))
 
     def _apply_reply(self, attempt: _Attempt, reply: Reply) -> None:
@@ -248,43 +250,43 @@ class EnvironmentRollouts:
                 f"the environment took {attempt.seconds:.3g} s in all; rollout.max_seconds is {self._limits.max_seconds:g}",
             )
 
-    def _first_call(self, ask: RolloutRequest, member: int, session: int) -> SessionCall:
+    def _first_call(self, request: RolloutRequest, member: int, session: int) -> SessionCall:
         return SessionCall(
             session=session,
-            draw=ask.draw,
+            draw=request.draw,
             member=member,
-            seed=ask.seed(0, ENVIRONMENT),
-            prompt=ask.example.prompt,
-            columns=ask.example.columns,
+            seed=request.seed(0, ENVIRONMENT),
+            prompt=request.example.prompt,
+            columns=request.example.columns,
             repeat_limit=self._limits.time_limit,
         )
 
-    def _turn_call(self, ask: RolloutRequest, attempt: _Attempt) -> SessionCall:
-        call = self._first_call(ask, attempt.member, attempt.session)
+    def _turn_call(self, request: RolloutRequest, attempt: _Attempt) -> SessionCall:
+        call = self._first_call(request, attempt.member, attempt.session)
         return replace(
             call, completions=tuple(attempt.completions), reply_digests=tuple(attempt.reply_digests)
         )
 
     # --- sampling -----------------------------------------------------------------------------------
 
-    def _turn_params(self, ask: RolloutRequest, attempt: _Attempt) -> SamplingParams:
+    def _turn_params(self, request: RolloutRequest, attempt: _Attempt) -> SamplingParams:
         """Parameters of the next completion: its length is the requested one, or the remaining room if that is less."""
         room = attempt.longest - len(attempt.dialogue.context)
-        return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
+        return replace(request.params, max_tokens=min(request.params.max_tokens, room))
 
     async def _first_completions(
-        self, sampler: Sampler, ask: RolloutRequest, attempts: Sequence[_Attempt]
+        self, sampler: Sampler, request: RolloutRequest, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
         """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
         alive = [attempt for attempt in attempts if not attempt.is_over]
         if not alive:
             return [None] * len(attempts)
-        request = ask.request(
+        sampler_request = request.sampler_request(
             alive[0].first,
-            [ask.seed(attempt.member, 0) for attempt in alive],
-            max_tokens=self._turn_params(ask, alive[0]).max_tokens,
+            [request.seed(attempt.member, 0) for attempt in alive],
+            max_tokens=self._turn_params(request, alive[0]).max_tokens,
         )
-        completions = await sampler.generate(request)
+        completions = await sampler.generate(sampler_request)
         by_attempt = {
             attempt.member: completion
             for attempt, completion in zip(alive, completions, strict=True)
@@ -292,10 +294,10 @@ class EnvironmentRollouts:
         return [by_attempt.get(attempt.member) for attempt in attempts]
 
 
-def _rollout_of_attempt(ask: RolloutRequest, attempt: _Attempt) -> Rollout:
+def _rollout_of_attempt(request: RolloutRequest, attempt: _Attempt) -> Rollout:
     dialogue = attempt.dialogue
     return Rollout(
-        draw=ask.draw,
+        draw=request.draw,
         member=attempt.member,
         attempt=0,
         prompt_ids=attempt.first,

@@ -24,8 +24,8 @@ from groupwise.tasks.external.protocol import (
     Program,
     parse_attempt_result,
 )
-from groupwise.tasks.rollouts.asking import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.endpoint import MODEL, PolicyCalls, PolicyEndpoint
+from groupwise.tasks.rollouts.rollout_request import ENVIRONMENT, RolloutRequest
 from groupwise.tasks.rollouts.trained_turns import TrainedTurns, UnusableChoice, every_turn
 from groupwise.tasks.rollouts.trajectory import join_turns
 
@@ -128,25 +128,25 @@ class ExternalRollouts:
                 await slot.process.close()
         await self._endpoint.close()
 
-    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+    async def sample(self, sampler: Sampler, request: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
         await self._endpoint.start()
         slot = self._least_busy()
         if (process := await self._running(slot)).scores_groups:
-            slot.playing += ask.members
+            slot.playing += request.members
             try:
-                attempts = await self._play_group(process, sampler, ask)
+                attempts = await self._play_group(process, sampler, request)
             finally:
-                slot.playing -= ask.members
+                slot.playing -= request.members
         else:
             attempts = await gather_all(
-                self._attempt(sampler, ask, member) for member in range(ask.members)
+                self._attempt(sampler, request, member) for member in range(request.members)
             )
         return Group(
-            ask.draw,
-            ask.example,
+            request.draw,
+            request.example,
             tuple(
-                _rollout_of(ask, member, attempt, self._trained)
+                _rollout_of(request, member, attempt, self._trained)
                 for member, attempt in enumerate(attempts)
             ),
         )
@@ -157,26 +157,26 @@ class ExternalRollouts:
     async def _attempt(
         self,
         sampler: Sampler,
-        ask: RolloutRequest,
+        request: RolloutRequest,
         member: int,
         only_in: EnvironmentProcess | None = None,
     ) -> _Attempt:
         """One attempt. `only_in`: the process of its group, without which it cannot be scored, so that it is not repeated in another."""
         async with self._gate:
-            calls, repeated = self._calls(sampler, ask, member), False
+            calls, repeated = self._calls(sampler, request, member), False
             try:
                 if only_in is None:
-                    ending = await self._play_in(self._least_busy(), calls, ask, member)
+                    ending = await self._play_in(self._least_busy(), calls, request, member)
                 else:
-                    ending = await self._play(only_in, calls, ask, member)
+                    ending = await self._play(only_in, calls, request, member)
             except ProcessLost as lost:
                 ending = _lost(lost)
                 if only_in is None:
                     # Any of its attempts may have ended the process, so each is repeated alone.
                     async with self._retry_lock:
-                        calls, repeated = self._calls(sampler, ask, member), True
+                        calls, repeated = self._calls(sampler, request, member), True
                         try:
-                            ending = await self._play_in(self._retry_slot, calls, ask, member)
+                            ending = await self._play_in(self._retry_slot, calls, request, member)
                         except ProcessLost as again:
                             ending = _lost(again)
         if calls.failure is not None:
@@ -184,11 +184,11 @@ class ExternalRollouts:
         return _Attempt(calls, ending, repeated)
 
     async def _play_group(
-        self, process: EnvironmentProcess, sampler: Sampler, ask: RolloutRequest
+        self, process: EnvironmentProcess, sampler: Sampler, request: RolloutRequest
     ) -> list[_Attempt]:
         """A group that the environment scores as a whole, and which has to be played in one process for that."""
         attempts = await gather_all(
-            self._attempt(sampler, ask, member, process) for member in range(ask.members)
+            self._attempt(sampler, request, member, process) for member in range(request.members)
         )
         answered = [
             member
@@ -227,19 +227,19 @@ class ExternalRollouts:
         return attempts
 
     async def _play_in(
-        self, slot: _Slot, calls: PolicyCalls, ask: RolloutRequest, member: int
+        self, slot: _Slot, calls: PolicyCalls, request: RolloutRequest, member: int
     ) -> _Ending:
         """Play an attempt in the process of a slot. Raises ProcessLost."""
         slot.playing += 1
         try:
-            return await self._play(await self._running(slot), calls, ask, member)
+            return await self._play(await self._running(slot), calls, request, member)
         finally:
             slot.playing -= 1
 
-    def _calls(self, sampler: Sampler, ask: RolloutRequest, member: int) -> PolicyCalls:
+    def _calls(self, sampler: Sampler, request: RolloutRequest, member: int) -> PolicyCalls:
         limits = self._limits
-        longest = limits.room or len(ask.prompt_ids) + limits.max_tokens
-        return PolicyCalls(sampler, self._tokenizer, ask, member, limits.max_turns, longest)
+        longest = limits.room or len(request.prompt_ids) + limits.max_tokens
+        return PolicyCalls(sampler, self._tokenizer, request, member, limits.max_turns, longest)
 
     async def _running(self, slot: _Slot) -> EnvironmentProcess:
         """The process of a slot, started again if it was lost. Raises EnvironmentWorkerError if it fails to start several times."""
@@ -258,23 +258,23 @@ class ExternalRollouts:
             return slot.process
 
     async def _play(
-        self, process: EnvironmentProcess, calls: PolicyCalls, ask: RolloutRequest, member: int
+        self, process: EnvironmentProcess, calls: PolicyCalls, request: RolloutRequest, member: int
     ) -> _Ending:
         """Play one attempt. Raises ProcessLost."""
         base_url, key = self._endpoint.open(calls)
         self._names += 1
-        name = f"{ask.draw}-{member}-{self._names}"
+        name = f"{request.draw}-{member}-{self._names}"
         params: dict[str, Any] = {
             "rollout": name,
-            "example": {"prompt": ask.example.prompt, "columns": ask.example.columns},
-            "seed": ask.seed(0, ENVIRONMENT),
+            "example": {"prompt": request.example.prompt, "columns": request.example.columns},
+            "seed": request.seed(0, ENVIRONMENT),
             "member": member,
             "base_url": base_url,
             "api_key": key,
             "model": MODEL,
             "sampling": {
-                "temperature": ask.params.temperature,
-                "max_tokens": ask.params.max_tokens,
+                "temperature": request.params.temperature,
+                "max_tokens": request.params.max_tokens,
             },
             "limits": {
                 "max_turns": self._limits.max_turns,
@@ -332,7 +332,7 @@ def _lost(lost: ProcessLost) -> _Ending:
 
 
 def _rollout_of(
-    ask: RolloutRequest, member: int, attempt: _Attempt, trained: TrainedTurns
+    request: RolloutRequest, member: int, attempt: _Attempt, trained: TrainedTurns
 ) -> Rollout:
     """The attempt as a rollout. Its text is that of all turns that the environment names; its segments are those that teach."""
     calls, ending, tries = attempt.calls, attempt.ending, int(attempt.repeated)
@@ -357,13 +357,13 @@ def _rollout_of(
             what += f" ({stopped})"
         outcome, reason = "failed", f"the environment's attempt has nothing to train on: {what}"
     if not shown:
-        empty = Rollout(ask.draw, member, 0, ask.prompt_ids, (), "")
+        empty = Rollout(request.draw, member, 0, request.prompt_ids, (), "")
         return replace(empty, attempt=tries, outcome=outcome, reason=reason, notes=result.notes)
-    whole = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
+    whole = join_turns(request.draw, member, [calls.turns[id] for id in shown])
     taught = teaching or shown
     rollout = whole
     if taught != shown:
-        rollout = join_turns(ask.draw, member, [calls.turns[id] for id in taught])
+        rollout = join_turns(request.draw, member, [calls.turns[id] for id in taught])
         rollout = replace(rollout, completion=whole.completion, messages=whole.messages)
     ended_by: EndedBy | None = rollout.ended_by
     if calls.cut_by is not None or result.truncated:

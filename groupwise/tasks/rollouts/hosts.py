@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from groupwise.core.errors import EnvironmentWorkerError, RunError
 from groupwise.core.reward_call.request import unpicklable
 from groupwise.core.types import from_json
-from groupwise.tasks.rewards.inprocess import LimitedThread, Work
+from groupwise.tasks.rewards.inprocess import LimitedThread, ThreadCall
 from groupwise.tasks.rewards.pool import Answered, Died, TimedOut, WorkerKind, WorkerPool
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 
@@ -111,7 +111,7 @@ class LocalHost:
     async def ask(self, call: SessionCall, limit: float) -> Reply:
         """See `EnvironmentHost.ask`. Raises EnvironmentWorkerError once a call takes too long, and in every later call."""
 
-        async def work(job: Work) -> Reply:
+        async def work(job: ThreadCall) -> Reply:
             return await self._sessions.reply(call, job.note)
 
         return await self._thread.call(work, limit)

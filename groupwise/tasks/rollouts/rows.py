@@ -29,8 +29,8 @@ GroupCredits = tuple[RolloutCredit | None, ...]
 """The credit of each rollout of a group, in their order; None for rollouts that are not trained."""
 
 
-class TeacherNumbers(Protocol):
-    """What a teacher says of the tokens of a row."""
+class TeacherLogprobs(Protocol):
+    """The log-probabilities that a teacher gives the tokens of a row."""
 
     @property
     def logprobs(self) -> tuple[float, ...]: ...
@@ -57,7 +57,7 @@ def with_sibling_stats(
     """The rows, each with sums over the other rows of its rollout, if it has any; the call must include all rows of a rollout.
 
     `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones. `bounds` is
-    `Algorithm.log_ratio_bounds`: within which a token's log-ratio is held, by its row's advantage.
+    `Algorithm.log_ratio_bounds`: the lowest and highest log-ratio of a token, by the advantage of its row.
     """
     indices_of_rollout: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -83,7 +83,7 @@ def segments_by_row(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segmen
     return [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
 
 
-def with_teacher_answers(rollout: Rollout, answers: Sequence[TeacherNumbers]) -> Rollout:
+def with_teacher_logprobs(rollout: Rollout, answers: Sequence[TeacherLogprobs]) -> Rollout:
     """The rollout with the teacher's numbers beside its tokens: one answer for each of `segments_by_row`."""
     remaining = iter(answers)
     segments: list[Segment] = []
@@ -121,12 +121,12 @@ def with_learner_logprobs(
     not kept.
     """
     remaining = iter(logprobs or ())
-    learnt = [credit is not None and logprobs is not None for credit in credits]
+    is_trained = [credit is not None and logprobs is not None for credit in credits]
     rollouts = [
         replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining)))
-        if taught
+        if trained
         else rollout
-        for rollout, taught in zip(group.rollouts, learnt, strict=True)
+        for rollout, trained in zip(group.rollouts, is_trained, strict=True)
     ]
     assert next(remaining, None) is None, "log-probabilities of more rows than the group has"
     return replace(group, rollouts=tuple(rollouts))
@@ -146,19 +146,19 @@ def _segments_with_logprobs(
             start = end
 
 
-def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
+def _rows_of_rollout(rollout: Rollout, credit: RolloutCredit) -> list[Row]:
     rows = [
         replace(
-            _make_row(prompt, part, weight),
+            _make_row(prompt, part, credit),
             rollout=(rollout.draw, rollout.member),
             teacher_prompt_ids=rollout.teacher_prompt_ids,
         )
         for prompt, part in segments_by_row(rollout)
     ]
-    if weight.token_advantages is None:
+    if credit.token_advantages is None:
         parts = segments_by_row(rollout)
         return [_with_teacher(row, part) for row, (_, part) in zip(rows, parts, strict=True)]
-    remaining = iter(weight.token_advantages)
+    remaining = iter(credit.token_advantages)
     rows = [
         replace(row, credits=tuple(next(remaining) if trained else 0.0 for trained in row.mask))
         for row in rows
@@ -211,7 +211,7 @@ def _is_trained(segment: Segment) -> bool:
 
 
 def _make_row(
-    prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit
+    prompt_ids: tuple[int, ...], segments: Sequence[Segment], credit: RolloutCredit
 ) -> Row:
     ids: list[int] = []
     mask: list[int] = []
@@ -228,7 +228,8 @@ def _make_row(
         if segment.params is not None:
             temperatures.add(segment.params.temperature)
         if (chosen := segment.routed_experts) is not None:
-            # A later request sees all earlier tokens, but these were drawn by what an earlier one chose.
+            # Each request reports the experts of all tokens before it as well. Those tokens were sampled
+            # with the experts of an earlier request, so only the rest is added.
             first = max(chosen.first, routed[-1].end if routed else 0)
             end = min(chosen.end, len(prompt_ids) + len(ids) - 1)
             routed += [chosen.part(first, end)] if first < end else []
@@ -238,8 +239,8 @@ def _make_row(
         completion_ids=tuple(ids),
         mask=tuple(mask),
         sampling_logprobs=tuple(logprobs),
-        advantage=weight.advantage,
-        scale=weight.scale,
+        advantage=credit.advantage,
+        scale=credit.scale,
         temperature=temperatures.pop(),
         withheld=tuple(withheld),
         routed_experts=tuple(routed),
@@ -279,7 +280,7 @@ def _logprob_difference(
     reference: Sequence[float],
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> float:
-    """The sum of `logprobs` − `reference` over the trained tokens, each held within the bounds."""
+    """The sum of `logprobs` − `reference` over the trained tokens, each clipped to the bounds."""
     low, high = bounds
     return math.fsum(
         min(max(a - b, low), high)

@@ -1,7 +1,7 @@
 """Runs environments: one session for each rollout; each call repeats all earlier completions.
 
 A `SessionCall` carries every completion so far. If the session exists, only the last one is new to it. If it was lost with its
-process, the environment is created again and gets all completions again; its answers must be the same as before (`heard`), or the
+process, the environment is created again and gets all completions again; its answers must be the same as before (`reply_digests`), or the
 rollout fails. The repeated part has its own limit (`repeat_limit`), because the rollout may have little time left. So killing a
 process costs only the rollout that hung in it, and the other rollouts need no bookkeeping.
 

@@ -14,7 +14,7 @@ from groupwise.core.types import (
     SamplingParams,
     Segment,
 )
-from groupwise.tasks.rollouts.asking import RolloutRequest
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 
 ToText = Callable[[Sequence[int]], str]
 """Converts token ids to the text that rewards see."""
@@ -31,11 +31,17 @@ class Single:
     async def start(self) -> None:
         """Does nothing."""
 
-    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+    async def sample(self, sampler: Sampler, request: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
-        seeds = [ask.seed(member, 0) for member in range(ask.members)]
+        seeds = [request.seed(member, 0) for member in range(request.members)]
         return await sample_group(
-            sampler, ask.example, ask.draw, ask.prompt_ids, seeds, ask.params, self._to_text
+            sampler,
+            request.example,
+            request.draw,
+            request.prompt_ids,
+            seeds,
+            request.params,
+            self._to_text,
         )
 
     async def close(self) -> None:

@@ -211,9 +211,8 @@ def _mask_content(tokenizer: Any, content: Content, options: TeacherOptions) -> 
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, train_prompt=False)]
     chat = _chat_input(tokenizer, content)
-    start = (
-        content.completion_start + len(chat.messages) - len(content.messages)
-    )  # tools may come first
+    # A message that describes the tools may come first.
+    start = content.completion_start + len(chat.messages) - len(content.messages)
     turns = [turn for turn in assistant_turns(chat) if turn >= start]
     prefills = {start: content.prefill} if content.prefill else {}
     return mask_turns(tokenizer, chat, turns[-1:] if options.last_turn_only else turns, prefills)

@@ -1,12 +1,12 @@
-"""Which turns of an attempt teach, where an environment plays by itself: `rollout.trained_turns`.
+"""Chooses which turns of a rollout are trained on, for environments that run the rollout themselves: `rollout.trained_turns`.
 
     all              every turn
     last             the last one
     with_tool_calls  those that call a tool
-    FILE.py:NAME     what a function says: it gets the turns as messages of the assistant, with `content` and `tool_calls`, and returns one
-                     truth value for each
+    FILE.py:NAME     those for which a function returns True: it gets all turns, as messages of the assistant with `content` and
+                     `tool_calls`, and returns one truth value for each
 
-An environment that names the completions that teach has chosen already; this chooses among those.
+If the environment itself names the completions to train on, only those are considered.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from groupwise.core.plugins import explain, load
 from groupwise.core.types import Message
 
 TrainedTurns = Callable[[Sequence[Message]], Sequence[bool]]
-"""Takes the turns of an attempt (at least one) and says for each whether it is trained on."""
+"""Takes the turns of a rollout (at least one) and returns for each whether it is trained on."""
 
 
 def every_turn(turns: Sequence[Message]) -> list[bool]:
-    """All turns teach."""
+    """Train on all turns."""
     return [True] * len(turns)
 
 
 def last_turn(turns: Sequence[Message]) -> list[bool]:
-    """The last turn teaches."""
+    """Train on the last turn."""
     return [turn is turns[-1] for turn in turns]
 
 
 def turns_with_tool_calls(turns: Sequence[Message]) -> list[bool]:
-    """The turns that call a tool teach."""
+    """Train on the turns that call a tool."""
     return [bool(turn.get("tool_calls")) for turn in turns]
 
 
@@ -58,7 +58,7 @@ def trained_turns(name: str) -> TrainedTurns:
         )
     function = load(name, kind="function", instantiate=False).object
     if not callable(function):
-        raise TaskError(f"rollout.trained_turns: {name} is no function.")
+        raise TaskError(f"rollout.trained_turns: {name} is not a function.")
 
     def choose(turns: Sequence[Message]) -> list[bool]:
         try:

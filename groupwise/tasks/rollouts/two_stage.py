@@ -23,8 +23,8 @@ from typing import Any
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, Group, Rollout, Sampler, Segment
 from groupwise.engine.models.tokens import completion_text, text_ids
-from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.config import RolloutConfig
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.single import policy_segment
 
 
@@ -40,44 +40,46 @@ class TwoStage:
     async def start(self) -> None:
         """Does nothing."""
 
-    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+    async def sample(self, sampler: Sampler, request: RolloutRequest) -> Group:
         """See `RolloutKind.sample`."""
-        request = ask.request(
-            ask.prompt_ids,
-            [ask.seed(member, 0) for member in range(ask.members)],
+        sampler_request = request.sampler_request(
+            request.prompt_ids,
+            [request.seed(member, 0) for member in range(request.members)],
             max_tokens=self._config.max_reasoning_length,
-            stop=(self._config.reasoning_end, *ask.params.stop),
+            stop=(self._config.reasoning_end, *request.params.stop),
         )
-        reasoned = await sampler.generate(request)
+        reasoned = await sampler.generate(sampler_request)
         rollouts = await gather_all(
-            self._sample_answer(sampler, ask, member, policy_segment(completion, request.params))
+            self._sample_answer(
+                sampler, request, member, policy_segment(completion, sampler_request.params)
+            )
             for member, completion in enumerate(reasoned)
         )
-        return Group(ask.draw, ask.example, tuple(rollouts))
+        return Group(request.draw, request.example, tuple(rollouts))
 
     async def close(self) -> None:
         """Does nothing."""
 
     async def _sample_answer(
-        self, sampler: Sampler, ask: RolloutRequest, member: int, reasoning: Segment
+        self, sampler: Sampler, request: RolloutRequest, member: int, reasoning: Segment
     ) -> Rollout:
         text = self._tokenizer.decode(list(reasoning.token_ids), skip_special_tokens=False)
         end = "" if self._config.reasoning_end in text else self._config.reasoning_end
         inserted = text_ids(self._tokenizer, end + self._config.answer_start)
-        request = ask.request(
-            (*ask.prompt_ids, *reasoning.token_ids, *inserted),
-            [ask.seed(member, 1)],
+        sampler_request = request.sampler_request(
+            (*request.prompt_ids, *reasoning.token_ids, *inserted),
+            [request.seed(member, 1)],
             max_tokens=self._config.max_answer_length,
         )
-        completions: Sequence[Completion] = await sampler.generate(request)
-        answer = policy_segment(completions[0], request.params)
+        completions: Sequence[Completion] = await sampler.generate(sampler_request)
+        answer = policy_segment(completions[0], sampler_request.params)
         segments = (reasoning, *((Segment("inserted", inserted),) if inserted else ()), answer)
         ids = [token for segment in segments for token in segment.token_ids]
         return Rollout(
-            draw=ask.draw,
+            draw=request.draw,
             member=member,
             attempt=0,
-            prompt_ids=ask.prompt_ids,
+            prompt_ids=request.prompt_ids,
             segments=segments,
             completion=completion_text(self._tokenizer, ids),
         )

@@ -70,7 +70,7 @@ def _start_workers(
 ) -> tuple[SpawnedWorkers | ForkedWorkers, list[Any]]:
     """The processes that will build the parts, and the arguments of their `make`."""
     factory_call = [WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments)]
-    if layout.apart:
+    if layout.separate_models:
         return _start_processes(kind, config, layout), factory_call
     return prefork.take_zygote(), [*factory_call, layout.processes]
 

@@ -61,7 +61,7 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
             # Build the halves one after the other.
             for half, spec in zip((learners, samplers), specs, strict=True):
                 half.make_now(WORKER_FACTORY, spec)
-            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
+            return _parts_of_halves(learners, samplers, sharded=layout.weight_shards > 1)
     folder = str(publish_folder)
     workers = build_workers_now("training", config, layout, run=run, folder=folder)
     return _training_parts(workers, config, layout)
@@ -84,14 +84,14 @@ async def start_training(
                 half.make(WORKER_FACTORY, spec)
                 for half, spec in zip((learners, samplers), specs, strict=True)
             )
-            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
+            return _parts_of_halves(learners, samplers, sharded=layout.weight_shards > 1)
     workers = await build_workers("training", config, layout, run=run, folder=str(publish_folder))
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
         # The ranks only learn; the first one checks the log-probabilities of the servers, or all do that together.
         try:
             from groupwise.training.assembly.servers import server_sampler
 
-            divided = layout.parts > 1
+            divided = layout.weight_shards > 1
             local_policy = RankPolicy(workers, divided=divided)
             tokenizer = prefork.load_tokenizer(config.model)
             sampler = server_sampler(config, layout, local_policy, tokenizer)
@@ -241,7 +241,7 @@ def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, shar
 
 def _supervised_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
     if isinstance(workers, WorkerCalls):
-        return LearningParts(RankLearner(workers, divided=layout.parts > 1), ranks=workers)
+        return LearningParts(RankLearner(workers, divided=layout.weight_shards > 1), ranks=workers)
     assert workers.learner is not None
     return LearningParts(workers.learner)
 

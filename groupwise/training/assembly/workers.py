@@ -78,7 +78,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     apply_layout(layout)
     tokenizer = load_tokenizer(config.model)
-    device, divided = _full_model_device(layout), layout.parts > 1
+    device, divided = _full_model_device(layout), layout.weight_shards > 1
     model = _load_trained_model(config, layout, device)
     stops = stop_token_ids(model, tokenizer)
     learner_weights: Any
@@ -246,7 +246,7 @@ def _build_learner(
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
-        divide_on=layout.device if layout.parts > 1 else None,
+        divide_on=layout.device if layout.weight_shards > 1 else None,
         **only_rl,
     )
 
@@ -306,7 +306,7 @@ def _load_trained_model(config: AnyConfig, layout: Layout, device: str) -> Any:
     """
     if config.lora is None:
         return load_model(config.model, "float32", device)
-    if layout.parts > 1:
+    if layout.weight_shards > 1:
         return load_model(config.model, layout.dtype, device)
     return _load_model(config, layout, device)
 
@@ -343,17 +343,17 @@ def _trained_model(config: AnyConfig, layout: Layout, model: Any) -> TrainedMode
 
 def _full_model_device(layout: Layout) -> str:
     """Device on which a learner reads the whole model; the CPU if the weights are divided, because one GPU may be too small."""
-    return layout.device if layout.parts == 1 else "cpu"
+    return layout.device if layout.weight_shards == 1 else "cpu"
 
 
 def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
-    if layout.learning == 1:
+    if layout.learning_processes == 1:
         return None
-    if layout.parts > 1:
+    if layout.weight_shards > 1:
         from groupwise.engine.learner.fsdp import FsdpGradientSum
 
         return FsdpGradientSum()
-    if layout.apart:
+    if layout.separate_models:
         return ProcessGroupGradientSum()
     return SharedMemoryGradientSum(layout.processes, [*learner_weights.parameters().values()])

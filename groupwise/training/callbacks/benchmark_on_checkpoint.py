@@ -323,9 +323,8 @@ class BenchmarkOnCheckpoint(Callback):
 
     def _find_result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """The stored result for these weights at this step, or None."""
-        pattern = re.compile(
-            rf"{re.escape(self.label)}-step-{step}(-\d+)?"
-        )  # not one of a longer label
+        # The whole name, so that a longer label does not match.
+        pattern = re.compile(rf"{re.escape(self.label)}-step-{step}(-\d+)?")
         for file in sorted((run.folder / RESULTS).glob(f"{self.label}-step-{step}*.json")):
             if pattern.fullmatch(file.stem):
                 content = json.loads(file.read_bytes())

@@ -162,7 +162,7 @@ def _is_callback_class(kind: type[Any]) -> bool:
 def _check_class(kind: type, label: str) -> None:
     if not _is_callback_class(kind):
         raise TaskError(
-            f"{label} is {kind.__name__}, which is no callback. Derive its class from {KINDS}."
+            f"{label} is {kind.__name__}, which is not a callback. Derive its class from {KINDS}."
         )
 
 

@@ -171,9 +171,8 @@ class Reporting(Callback):
 
     def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:
         try:
-            with redirect_stdout(
-                sys.stderr
-            ):  # some sinks print; stdout belongs to the command's result
+            # Some sinks print; stdout belongs to the command's result.
+            with redirect_stdout(sys.stderr):
                 return call()
         except Exception as error:  # noqa: BLE001 — after any error, the run continues without the sink
             del self._sinks[name]

@@ -34,9 +34,8 @@ class TensorBoardSink:
 
     def begin(self, run: ReportedRun) -> int:
         """Delete old event files and start a new one."""
-        messages = import_module(
-            "tensorboard.compat.proto.event_pb2"
-        )  # typed as Any: it has no type hints
+        # Typed as Any: it has no type hints.
+        messages = import_module("tensorboard.compat.proto.event_pb2")
         writer_module = import_module("tensorboard.summary.writer.event_file_writer")
         folder = run.folder / FOLDER
         for old in folder.glob("events.out.tfevents.*"):

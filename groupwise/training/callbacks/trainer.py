@@ -186,9 +186,8 @@ class TrainerCallbackAdapter(Callback):
             name if name.startswith("eval_") else f"eval_{name}": value
             for name, value in evaluation.metrics.items()
         }
-        if (
-            self._questions and evaluation.asked != self._questions
-        ):  # evaluated on other prompts, so the previous best is not comparable
+        # Evaluated on other prompts, so the previous best is not comparable.
+        if self._questions and evaluation.asked != self._questions:
             for name in BEST_FIELDS:
                 setattr(self._state, name, None)
         self._questions = evaluation.asked

@@ -250,9 +250,8 @@ def _draw_limit(config: RunConfig) -> int | None:
 
 def _prompt_room(subject: Subject) -> int | None:
     """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
-    if (
-        not subject.own_model or subject.config.model.backend == "tinker"
-    ):  # a service says it, once a run asks
+    # The service reports this when a run asks it.
+    if not subject.own_model or subject.config.model.backend == "tinker":
         return None
     from groupwise.engine.models.plan import prompt_room
 
@@ -279,9 +278,8 @@ async def _try_everything(
     """Try the environment and the rewards, as far as the task has them. Returns the table of earned rewards."""
     if subject.task.played_by is not None:
         starts = True
-        if subject.task.has(
-            "get_environment"
-        ):  # one that plays by itself is tried by its games alone
+        # An environment that plays by itself is tried only by playing.
+        if subject.task.has("get_environment"):
             finding = await check_environment(subject.task, subject.config, subject.examples[0])
             findings.add(finding)
             starts = finding.level == "ok"

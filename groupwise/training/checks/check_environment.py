@@ -20,9 +20,9 @@ from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.findings import Finding
 from groupwise.core.types import Completion, Example, GroupRequest, Rollout, Sampler, SamplingParams
 from groupwise.tasks.contract import Task
-from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 from groupwise.training import rollout_builder
 from groupwise.training.checks.check_data import prompt_as_text, spread

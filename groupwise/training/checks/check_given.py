@@ -290,7 +290,7 @@ def _parse_json(text: str) -> Any:
 
 def _require_object(row: Any, location: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(row, Mapping):
-        raise UsageError(f"{location}: this is no JSON object. {_EXPECTED}")
+        raise UsageError(f"{location}: this is not a JSON object. {_EXPECTED}")
     return location, cast("Mapping[str, Any]", row)
 
 

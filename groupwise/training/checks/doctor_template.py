@@ -230,7 +230,7 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
             return Finding(
                 name,
                 "problem",
-                f"{owner} {text!r} ({token}), which is no stop token; those are {stop_list or 'none'}",
+                f"{owner} {text!r} ({token}), which is not a stop token; those are {stop_list or 'none'}",
                 "completions go on beyond the end of the answer",
                 f"sampler.stop_token_ids=[{token}]",
                 {**data, "missing": token},

@@ -69,7 +69,7 @@ DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
 """The names of `load_dataset` for the formats of `data_files`."""
-OTHER_DATASET_REASON = "`{}` is no split of the set that is trained on"
+OTHER_DATASET_REASON = "`{}` is not a split of the set that is trained on"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -126,7 +126,7 @@ def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
             if not line.strip() or len(skipped_lines) == MAX_SKIPPED_LINES:
                 raise first_error from None
             skipped_lines.setdefault(
-                f"line {line_number}", Unread(line.strip(), 0, "`{}` is no Python of this version")
+                f"line {line_number}", Unread(line.strip(), 0, "`{}` is not Python of this version")
             )
             # Replace the line: a statement by `pass`, a line within a statement by an empty one.
             indent = line[: len(line) - len(line.lstrip())]

@@ -45,8 +45,8 @@ from groupwise.training.checks.init_choices import (
     choose_lengths,
     choose_required_keys,
     choose_run_length,
+    choose_sft_step,
     choose_step,
-    choose_teacher_step,
     choose_trainable,
     fit_memory,
     fit_time,
@@ -158,9 +158,8 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trainable(draft, all_parameters(draft.load().config.model))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
-    training = (
-        config.training
-    )  # from a stream without a length, read as many rows as a run of the first draft would
+    training = config.training
+    # From a stream without a length, read as many rows as a run of the first draft would.
     limit = None if training.max_steps is None else training.max_steps * training.prompts_per_step
     examples = task.rl_examples(view(config), limit=limit)
     tools = rollout_builder.check_rollouts(config, task, examples)
@@ -314,7 +313,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trainable(draft, all_parameters(draft.load().config.model))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
-    choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)
+    choose_sft_step(draft, len(initial.lessons.lessons), longest_row)
     device = initial.layout.device
     free_mib = _free_mib(device)
 

@@ -47,7 +47,10 @@ activations.
 """
 MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
+PROMPTS_ON_CPU, PROMPTS_ON_GPU, GENERATIONS = 8, 16, 8
+"""Prompts of a step, and completions of each prompt, before the time of a step is measured."""
 MIN_PROMPTS, MIN_GENERATIONS = 2, 4
+"""The numbers below which `fit_time` does not go."""
 FEW_ROWS = 1000
 """Number of supervised rows below which they are trained on several times."""
 CACHES_PER_COMPLETION = 5
@@ -222,7 +225,7 @@ def choose_required_keys(draft: Draft) -> None:
     minibatches = _int_or_zero(draft.given_value(("training", "minibatches")))
     if minibatches > TrainingConfig().prompts_per_step:
         path = ("training", "prompts_per_step")
-        draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
+        draft.choose(path, minibatches, "prompts of a step, one for each of training.minibatches")
     if draft.given_value(("training", "schedule")) == "free":
         draft.choose(
             ("training", "max_off_policy_steps"),
@@ -375,20 +378,29 @@ def choose_lengths(
 
 
 def choose_step(draft: Draft, device: str, examples: int) -> None:
-    """Choose the size of a step, before anything is measured, and the number of steps."""
-    prompts = max(min(examples, 16 if device != "cpu" else 8), draft.config.training.minibatches)
+    """Choose the batch size and the number of steps, before anything is measured.
+
+    A step has 8 prompts on a CPU and 16 on a GPU, or all if there are fewer, and 8 completions of each. `fit_time` halves these
+    numbers later if a step would take too long.
+    """
+    usual = PROMPTS_ON_CPU if device == "cpu" else PROMPTS_ON_GPU
+    prompts = max(min(examples, usual), draft.config.training.minibatches)
     draft.choose(
         ("algorithm", "type"),
         DEFAULT_ALGORITHM,
         "the default; the documentation lists others",
     )
-    draft.choose(("training", "prompts_per_step"), prompts, "groups of a step")
-    draft.choose(("training", "num_generations"), 8, "completions that are compared in a group")
+    draft.choose(("training", "prompts_per_step"), prompts, "prompts of a step")
+    draft.choose(
+        ("training", "num_generations"),
+        GENERATIONS,
+        "completions of each prompt, which are compared with each other",
+    )
     choose_run_length(draft, examples)
 
 
 def choose_run_length(draft: Draft, examples: int) -> None:
-    """Choose the number of steps; its reason says how many of the steps so far chosen one pass over the examples takes."""
+    """Choose the number of steps; the reason says how many steps one pass over the examples takes."""
     epoch = -(-examples // draft.config.training.prompts_per_step)
     steps = f"{epoch:,} step{'s' * (epoch > 1)}"
     draft.choose(
@@ -398,8 +410,8 @@ def choose_run_length(draft: Draft, examples: int) -> None:
     )
 
 
-def choose_teacher_step(draft: Draft, rows: int, longest_row: int) -> None:
-    """Choose the size of a step for a supervised run with so many rows of at most `longest_row` tokens."""
+def choose_sft_step(draft: Draft, rows: int, longest_row: int) -> None:
+    """Choose the batch size and the number of steps of a supervised run on `rows` rows of at most `longest_row` tokens."""
     epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
     reason = f"{reason} over the {rows:,} rows"
@@ -455,11 +467,14 @@ def _choose_budget(draft: Draft, budget: int) -> None:
 
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
-    """Choose fewer completions if a step would take over `MAX_STEP_SECONDS`; `step_seconds` is an upper bound for the current draft."""
+    """Halve the prompts of a step, then the completions of each, until a step takes at most `MAX_STEP_SECONDS`.
+
+    `step_seconds` returns an upper bound for the current draft. Keys that the user gave are not changed.
+    """
     min_prompts = max(MIN_PROMPTS, draft.config.training.minibatches)
     for path, minimum, label in (
-        (("training", "prompts_per_step"), min_prompts, "groups of a step"),
-        (("training", "num_generations"), MIN_GENERATIONS, "completions of a group"),
+        (("training", "prompts_per_step"), min_prompts, "prompts of a step"),
+        (("training", "num_generations"), MIN_GENERATIONS, "completions of each prompt"),
     ):
         while step_seconds() > MAX_STEP_SECONDS and not draft.is_given(path):
             size = draft.chosen[path].value

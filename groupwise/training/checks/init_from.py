@@ -326,9 +326,8 @@ def _leave_out_invalid_values(translation: Translation) -> None:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
         invalid_keys = [(key, text) for key, text in problems if key in translation.choices]
         for key, text in dict(invalid_keys).items():
-            if (
-                key in translation.choices
-            ):  # it may have been removed with another key that needs it
+            # It may have been removed with another key that needs it.
+            if key in translation.choices:
                 _leave_out(translation, key, f"{key}{text.rstrip('.')}")
         if not invalid_keys:
             return  # errors that remain are reported when the written file is read
@@ -377,7 +376,7 @@ def _rejection_reason(name: str, value: Any) -> str | None:
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return f"is not taken over: {value!r:.40} is no number. Edit the written config"
+        return f"is not taken over: {value!r:.40} is not a number. Edit the written config"
     if (
         name in WHOLE_NUMBERS
         and value != int(value)
@@ -626,7 +625,7 @@ def _translate_algorithm(translation: Translation) -> None:
     if kind is None:
         translation.lose(
             "loss_type",
-            f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` replaces it",
+            f"{loss} is not an algorithm here: there are {', '.join(LOSSES)}, and `dapo` replaces it",
         )
         kind = "dapo"
     if kind == "dapo":
@@ -943,7 +942,7 @@ def _translate_datasets(
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
         if not isinstance(dataset, Mapping):
-            translation.lose(name, f"{dataset!r:.40} is not taken over: it is no set")
+            translation.lose(name, f"{dataset!r:.40} is not taken over: it is not a set")
             continue
         options = {
             key: value

@@ -29,8 +29,8 @@ from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.success import check_part
 from groupwise.tasks.rewards.rubric import Rubric
-from groupwise.tasks.rollouts.asking import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.prompts import PromptSet, as_seen, tokenise
+from groupwise.tasks.rollouts.rollout_request import RolloutKind, RolloutRequest
 from groupwise.tasks.rollouts.score import score_group, transcript
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single

@@ -96,7 +96,7 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path} cannot be read as a result of `groupwise eval`: {error}."
         ) from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is no result of `groupwise eval`: it holds no JSON object.")
+        raise UsageError(f"{path} is not a result of `groupwise eval`: it holds no JSON object.")
     content = cast("dict[str, Any]", content)
     kind = content.get("kind", KIND)
     if kind != KIND:
@@ -113,7 +113,7 @@ def read_result(path: Path) -> dict[str, Any]:
     ]
     if missing := missing or _missing_in_rows(content["rows"]):
         raise UsageError(
-            f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
+            f"{path} is not a result of `groupwise eval`: it has no {' and no '.join(missing)}."
         )
     return content
 

@@ -111,7 +111,7 @@ class GenerateConfig(Strict):
         if self.output is None and self.hub is None:
             yield Conflict("say where to: output (a folder, or hub:OWNER/NAME).", ("output", "hub"))
         if self.hub is not None and not _HUB_NAME.fullmatch(self.hub):
-            yield Conflict(f"{self.hub!r} is no dataset on the hub; write OWNER/NAME.", ("hub",))
+            yield Conflict(f"{self.hub!r} is not a dataset on the hub; write OWNER/NAME.", ("hub",))
         if self.hub is None and not self.private:
             yield Conflict("private has no effect without the hub.", ("private", "hub"))
         if self.hub is not None and self.shard is not None:

@@ -236,7 +236,7 @@ class Template:
             raise TaskError(f"its column {empty_columns[0]!r}, which the template names, is empty.")
         if self._is_jinja and not isinstance(row[self.fields[0]], str | int | float):
             raise TaskError(
-                f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
+                f"its column {self.fields[0]!r} is not text, which {{{{ instruction }}}} in a longer template stands for."
             )
         return "".join(
             piece if kind == "text" else _column_text(row[piece])

@@ -13,8 +13,8 @@ from groupwise.core.errors import PolicyMismatchError
 from groupwise.core.types import Group, Policy, Rollout, SharesDevice
 from groupwise.runs import routed_experts
 from groupwise.tasks.data.selection import Choice
-from groupwise.tasks.rollouts.asking import RolloutRequest
 from groupwise.tasks.rollouts.prompts import as_seen
+from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.score import score_group
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.training.loops.run import Run, TaskRun

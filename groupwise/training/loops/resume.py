@@ -16,10 +16,10 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import CARRIED, Checkpoint, SkippedCheckpoint
+from groupwise.runs.checkpoints import RUN_FILES, Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
-from groupwise.runs.record_segments import PIECE, RebuiltRecord
+from groupwise.runs.record_segments import SEGMENT_FILE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord, Rewound
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved_values
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 NOT_WEIGHTS = (
     *("optimiser.safetensors", "learner.json", "manifest.json"),
-    *(PIECE, CARRIED, POLICIES, SELECTION),
+    *(SEGMENT_FILE, RUN_FILES, POLICIES, SELECTION),
 )
 FIXED_FACTS = {
     "--task-module": "task",
@@ -101,7 +101,7 @@ def find_resume_point(
         facts, last_step = record.get_meta(), record.last_step()
     done = 0 if last_step is None else last_step + 1
     complete_checkpoints = checkpoints.complete(path / CHECKPOINTS, verify=True)
-    # A record that was rebuilt may end before the last checkpoint, if pieces in that were damaged.
+    # A rebuilt record may end before the last checkpoint, if some of its segments were damaged.
     checkpoint = next(
         (saved for saved in reversed(complete_checkpoints) if saved.step <= done), None
     )
@@ -149,7 +149,7 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
     stored = read_config(point.path)
     differences = compare_for_resume(stored, prepared.config)
     _refuse_new_name(point, prepared.loaded, stored["run"]["name"])
-    # A config of another name may continue the run, and the path of its copied initial weights may change.
+    # Allowed: a config with another name, and another path of the initial weights that were copied into the run's folder.
     allowed_keys = {"run.name"}
     start = point.path / START
     if point.facts.get("init_from"):
@@ -169,12 +169,12 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
         mismatches["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
     if mismatches:
         raise ResumeMismatchError(
-            f"{point.path} was started with something else:\n"
+            f"{point.path} was started with other settings:\n"
             + "\n".join(
                 f"  {key}: {_as_config_text(old)} then, {_as_config_text(new)} now"
                 for key, (old, new) in mismatches.items()
             )
-            + "\nGive what it was started with, or start another run with run.name=<another name>."
+            + "\nGive those settings, or start another run with run.name=<another name>."
         )
     before, now = with_layout_defaults(point.facts.get("layout", {})), asdict(prepared.layout)
     layout = {
@@ -190,7 +190,10 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
 
 
 def _refuse_new_name(point: ResumePoint, loaded: LoadedConfig, stored_name: str | None) -> None:
-    """A name among the overrides is meant for this run, which keeps its own; that of a config file may be another run's."""
+    """Raise ResumeMismatchError if the command line gives the run another name: a resumed run keeps its name.
+
+    A config file may have another `run.name`, because the config of one run may continue another.
+    """
     name, origin = loaded.config.run.name, loaded.tree.origin(("run", "name"))
     if name in (None, stored_name, point.path.name) or not origin.startswith("override"):
         return
@@ -258,7 +261,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
         run.load_state(checkpoint.extra["position"])
-        run.load_more(checkpoint.path, checkpoint.extra["position"])
+        run.load_extra_files(checkpoint.path, checkpoint.extra["position"])
     for text in resumption.messages:
         run.say(text)
     checkpoints.drop_after(run.folder.checkpoints, run.step)
@@ -295,9 +298,9 @@ def _resume_warnings(
     }
     for key, (before, now) in {**other_changes, **facts}.items():
         old_text, new_text = _as_config_text(before), _as_config_text(now)
-        yield f"resumed with another layout: {key} was {old_text}, is {new_text}; results agree up to rounding"
+        yield f"resumed with another layout: {key} was {old_text}, is {new_text}; results then agree only up to rounding"
     if point.facts.get("task_file", "") != prepared.facts["task_file"]:
-        yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
+        yield "the code of the task or of its rewards was changed since the run was started; the run continues with the new code"
 
 
 def _last_key(key: str) -> str:

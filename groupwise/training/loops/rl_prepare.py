@@ -386,7 +386,7 @@ def training_layout(config: RunConfig, longest_prompt: int) -> Layout:
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
     """Estimate parameters and memory of a run in this layout."""
     members = config.training.num_generations
-    rows = -(-config.training.prompts_per_step * members // layout.learning)
+    rows = -(-config.training.prompts_per_step * members // layout.learning_processes)
     completion_tokens = rollout_builder.longest_completion(config)
     return plan_model(
         config.model,
@@ -400,11 +400,11 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
             + rows * completion_tokens,
         ),
         needs_reference=prepare.needs_reference(config),
-        teacher=placement.teacher_bytes(config, layout.device, layout.sharing),
+        teacher=placement.teacher_bytes(config, layout.device, layout.processes_per_model),
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        processes=layout.sharing,
-        parts=layout.parts,
+        processes=layout.processes_per_model,
+        parts=layout.weight_shards,
         server=_beside_learner(config, layout),
         frees_cache=layout.frees_cache,
     )

@@ -28,7 +28,7 @@ from groupwise.runs.folder import SERVER_LOG, RunFolder
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
-from groupwise.tasks.rollouts.asking import RolloutKind
+from groupwise.tasks.rollouts.rollout_request import RolloutKind
 from groupwise.training import rollout_builder
 from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.base import Callbacks

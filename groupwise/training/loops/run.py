@@ -21,8 +21,8 @@ from groupwise.runs import routed_experts
 from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Pool, Selection
-from groupwise.tasks.rollouts.asking import RolloutKind
 from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.tasks.rollouts.rollout_request import RolloutKind
 from groupwise.training import rollout_builder
 from groupwise.training.config import RunConfig
 from groupwise.training.evaluation.evaluate import HeldOut
@@ -193,13 +193,13 @@ class Run(Learning):
         if self.signals is not None and signals_state is not None:
             self.signals.load_state(signals_state)
 
-    def save_more(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Save the policies that draw the groups of the next steps."""
         for step, policy in self.recent_policies.items():
             shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
-    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """See `Training.load_more`. The files of policies are copied, because the checkpoint may be deleted."""
+    def load_extra_files(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_extra_files`. The files of policies are copied, because the checkpoint may be deleted."""
         for name, facts in position["earlier"].items():
             saved = self.publications / f"after-step-{name}"
             shutil.copytree(folder / POLICIES / f"step-{name}", saved)
@@ -294,14 +294,14 @@ class TaskRun(Run):
         self.next_draw = state["next_draw"]
         self.outstanding = tuple(state["outstanding"])
 
-    def save_more(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Save the state of the data's selection, in addition to the files of every run."""
-        super(TaskRun, self).save_more(folder)
+        super(TaskRun, self).save_extra_files(folder)
         (folder / SELECTION).write_text(json.dumps(self.selection.state()))
         routed_experts.link_all(self.folder.path, folder)
 
-    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """See `Training.load_more`."""
+    def load_extra_files(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_extra_files`."""
         selection_file = folder / SELECTION  # earlier versions drew in order and had no such file
         ordered_state = {"cursor": position["next_draw"]}
         self.selection.load_state(
@@ -309,4 +309,4 @@ class TaskRun(Run):
         )
         routed_experts.keep_only(self.folder.path, ())
         routed_experts.link_all(folder, self.folder.path)
-        super(TaskRun, self).load_more(folder, position)
+        super(TaskRun, self).load_extra_files(folder, position)

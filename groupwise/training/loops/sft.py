@@ -112,9 +112,8 @@ class SftRun(Training):
         super(SftRun, self).load_state(state)
         self.best = Best(**state["best"]) if state["best"] else None
         self.next_draw = state["next_draw"]
-        if (
-            self.max_draws is not None
-        ):  # the last step of the epochs configured before may have been smaller
+        # The last step of the epochs configured before may have been smaller.
+        if self.max_draws is not None:
             size = self.config.training.examples_per_step
             self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
         self.loss_to_beat = state["to_beat"]

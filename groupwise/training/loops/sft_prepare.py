@@ -202,13 +202,13 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest_row: int) -> Mo
         microbatch=largest_microbatch(
             layout.max_tokens_per_microbatch,
             longest_row,
-            -(-examples // layout.learning) * longest_row,
+            -(-examples // layout.learning_processes) * longest_row,
         ),
         needs_reference=False,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        processes=layout.sharing,
-        parts=layout.parts,
+        processes=layout.processes_per_model,
+        parts=layout.weight_shards,
     )
 
 

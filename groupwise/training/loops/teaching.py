@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from groupwise.core.errors import EndpointError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Group, Rollout
-from groupwise.tasks.rollouts.rows import segments_by_row, with_teacher_answers
+from groupwise.tasks.rollouts.rows import segments_by_row, with_teacher_logprobs
 from groupwise.tasks.rollouts.teacher_prompts import TeacherPrompts
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Teaching:
             if not self.skips_failures:
                 raise
             return replace(rollout, outcome="failed", reason=f"teacher: {error}")
-        return with_teacher_answers(rollout, answers)
+        return with_teacher_logprobs(rollout, answers)
 
 
 async def _unchanged(rollout: Rollout) -> Rollout:

@@ -24,7 +24,7 @@ from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.runs import checkpoints
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.record_segments import write_piece
+from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.recovery import carry
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.loops.metrics import Timings
@@ -114,11 +114,11 @@ class Training:
         self.non_finite = state["non_finite"]
         self.callbacks.load_state(state["callbacks"])
 
-    def save_more(self, folder: Path) -> None:
+    def save_extra_files(self, folder: Path) -> None:
         """Write the other files that a resume needs into a checkpoint that is being written."""
 
-    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """Restore what `save_more` wrote into the checkpoint in `folder`; `position` is that checkpoint's position."""
+    def load_extra_files(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """Restore what `save_extra_files` wrote into the checkpoint in `folder`; `position` is that checkpoint's position."""
 
 
 # --- updates -------------------------------------------------------------------------------------
@@ -197,8 +197,10 @@ async def write_checkpoint(training: Training) -> None:
     with checkpoints.begin(training.folder.checkpoints, training.step) as folder:
         # What sampling changes is written before anything is waited for.
         extra = {"position": training.state()}
-        training.save_more(folder)
-        write_piece(training.folder.path, training.folder.store.path, folder, training.step)
+        training.save_extra_files(folder)
+        write_record_segment(
+            training.folder.path, training.folder.store.path, folder, training.step
+        )
         carry(training.folder.path, folder, training.step)
         if training.policy.kind == "full":  # another run can then start from the checkpoint
             training.tokenizer.save_pretrained(folder)

@@ -120,9 +120,8 @@ def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:
 
 
 def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if (
-        read_torchrun_rank() is not None
-    ):  # the processes of torchrun can serve only one run, the RL run
+    # The processes of torchrun can serve only one run, the RL run.
+    if read_torchrun_rank() is not None:
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)

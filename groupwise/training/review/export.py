@@ -99,7 +99,7 @@ def export(
     policy = find_policy(run, runs_dir)
     if policy.run is None or policy.folder is None:
         raise UsageError(
-            f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
+            f"{run!r} is not a run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
     step = int(policy.label.rpartition("@")[2])
     weights = _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
@@ -135,7 +135,7 @@ def _check_output(output: Path, force: bool) -> None:
         (folder / name).exists() for name in (RECORD, ".git")
     ):
         raise UsageError(
-            f"{output} is no folder that an export should replace: you are in it, or it is a run or a repository. Name another "
+            f"{output} is not a folder that an export should replace: you are in it, or it is a run or a repository. Name another "
             "--output."
         )
 

@@ -123,9 +123,10 @@ class SuiteScores:
 
 def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
     """The names without duplicates, with `all` replaced by all suites. Raises UsageError for unknown names, and for too many samples."""
+    # In the order given.
     suites = dict.fromkeys(
         suite for name in names for suite in (SUITES if name == ALL else (name,))
-    )  # in the order given
+    )
     for name in suites:
         if name not in SUITES:
             suggestions = nearest(name, list(SUITES))
@@ -220,7 +221,7 @@ def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
     try:
         content = json.loads(files[0].read_bytes())
     except ValueError as problem:
-        raise RunError(f"its result, {files[0]}, is no JSON ({problem})") from problem
+        raise RunError(f"its result, {files[0]}, is not JSON ({problem})") from problem
     content = cast("dict[str, Any]", content)
     try:
         results = content["results"].items()

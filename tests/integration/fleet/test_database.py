@@ -356,7 +356,9 @@ def test_the_head_of_the_queue_is_found_by_its_index(
         assert not [costly for costly in ("Sort", "Seq Scan", "TEMP B-TREE") if costly in told]
 
 
-def test_what_fails_by_itself_on_a_lost_connection(wire: Wire, by_wire: Database) -> None:
+def test_an_error_of_the_function_is_raised_although_the_rollback_fails(
+    wire: Wire, by_wire: Database
+) -> None:
     """The function's own error is told, not that nobody was there to be told of the rollback."""
 
     def fails(session: Session) -> None:

@@ -111,7 +111,7 @@ def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
 
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("operation", [machines.remove, machines.drain, machines.lost])
-def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
+def test_no_job_is_placed_on_a_machine_that_was_just_removed(
     database: Database, threads: ThreadPoolExecutor, operation: Callable[..., Any]
 ) -> None:
     one, other = one_after_the_other(

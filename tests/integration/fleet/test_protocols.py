@@ -100,7 +100,7 @@ async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner])
     assert (await runner.status("waits", 1)).state is RunnerState.ABSENT
 
 
-async def test_what_the_release_before_has_begun_is_driven_on(
+async def test_attempts_of_the_previous_release_are_continued(
     here: Machine, release: Release
 ) -> None:
     await is_driven_by(here, release(1), lambda: release(2))

@@ -144,7 +144,7 @@ async def test_a_machine_that_lies_holds_nobody_and_fills_no_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
 
 
-async def test_nothing_of_the_users_is_read(
+async def test_the_users_ssh_config_is_not_read(
     machine: LoopbackHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap, own = tmp_path / "trapped", tmp_path / ".ssh"

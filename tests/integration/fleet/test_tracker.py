@@ -96,7 +96,7 @@ authorization { users: [
 """
 
 
-async def test_what_may_not_be_published_is_not_told_and_holds_up_nothing_else(
+async def test_a_forbidden_publication_does_not_block_the_others(
     tmp_path: Path, database: Database, caplog: pytest.LogCaptureFixture
 ):
     """The server acknowledges a publication that it has thrown away, and says beside that it has."""

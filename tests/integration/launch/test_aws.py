@@ -412,7 +412,7 @@ async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
 
 
 @pytest.mark.parametrize("somebody", ["takes it up", "ended it"])
-async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
+async def test_a_machine_left_by_a_killed_client_is_reused_or_replaced(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch, somebody: str
 ) -> None:
     """It was killed between the machine's start and the job's beginning, so that it cleaned up nothing."""
@@ -524,7 +524,7 @@ async def test_another_attempt_there_has_its_time_before_the_machine_ends(
     await client.ending(again)
 
 
-async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
+async def test_the_client_that_fetched_a_job_knows_it_after_aws_forgets_it(
     account: FakeAws, client: Renter
 ) -> None:
     handle = await client.makes()

@@ -234,7 +234,7 @@ async def test_a_late_resume_does_not_end_an_attempt_that_another_client_started
     await assert_lives(one, second)
 
 
-async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
+async def test_a_repeated_submit_finds_the_running_gang(
     people: list[LaunchClient[GangBackend]],
     hosts: list[LoopbackHost],
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +255,7 @@ async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
         host.gpus(0)
 
 
-async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
+async def test_another_job_of_the_same_name_keeps_running(
     one: LaunchClient[GangBackend],
 ) -> None:
     """And once it is removed, this one is begun beyond all that the machine has seen."""

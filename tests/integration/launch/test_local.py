@@ -123,7 +123,7 @@ def pids_of(folder: str) -> list[int]:
     return found
 
 
-def test_what_would_fail_or_is_only_a_plan_changes_nothing(person: Person) -> None:
+def test_a_wrong_command_and_a_dry_run_change_nothing(person: Person) -> None:
     words = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_stepz=3"]
     typed = person.types("local", "--name", "wrong", "--", *words, code=2)
     assert f"`groupwise {shlex.join(words)}` would fail" in typed.err
@@ -156,7 +156,7 @@ def test_a_project_that_stands_elsewhere_is_named_and_so_are_files_of_it(person:
     for wrong, told in (
         ((*words, "--file", "job.py", "--script", "job.py"), "outside of the project"),
         ((*words, "--script", "other.py"), "no such file in"),
-        (("local", "--project-dir", "nowhere", "--", "rl"), "is no folder"),
+        (("local", "--project-dir", "nowhere", "--", "rl"), "is not a folder"),
     ):
         assert told in person.types(*wrong, code=2).err
 

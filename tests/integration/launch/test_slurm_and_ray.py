@@ -206,7 +206,9 @@ def test_a_plan_asks_slurm_and_changes_nothing(submitter: Person, cluster: Clust
     assert cluster.jobs("planned") == []
 
 
-def test_what_waits_says_what_for_and_is_stopped(submitter: Person, cluster: ClusterCase) -> None:
+def test_a_pending_job_shows_its_reason_and_can_be_stopped(
+    submitter: Person, cluster: ClusterCase
+) -> None:
     waits, says = (f"--sbatch={LATER}",), "pending (BeginTime)"
     if cluster.name == "ray":
         ray_cluster.shared().idle()

@@ -51,9 +51,7 @@ def trusted(machine: LoopbackHost) -> list[str]:
     return [*trusting(machine), "--python", sys.executable]
 
 
-def test_nothing_is_said_to_a_machine_that_nobody_trusts(
-    person: Person, machine: LoopbackHost
-) -> None:
+def test_no_login_to_a_machine_with_an_untrusted_key(person: Person, machine: LoopbackHost) -> None:
     (person.project / "job.py").write_text("")
     before = machine.log().count("Accepted publickey")
     job = ("--python", sys.executable, "--script", "job.py")

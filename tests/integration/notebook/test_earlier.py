@@ -175,7 +175,7 @@ def test_other_rewards_and_other_rows_begin_beside(cut, capsys):
     assert names == ["digits", "digits-2", "digits-3"]
 
 
-def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
+def test_an_interrupted_run_can_be_exported_and_sampled(machine, capsys):
     machine("one")
     config = config_of()
     session = prepare_session(config)

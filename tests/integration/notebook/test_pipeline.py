@@ -214,7 +214,7 @@ def test_a_reward_that_hangs_costs_its_group_and_not_the_run(here):
     released.set()
 
 
-def test_what_is_of_another_config_is_refused(here):
+def test_sessions_and_checkpoints_of_another_config_are_refused(here):
     with pytest.raises(UsageError, match="num_batches, learning_rate"):
         train_grpo(config_of(num_batches=9, learning_rate=0.1), prepare_session(config_of()))
     folder = here / "checkpoints" / "digits"
@@ -300,7 +300,7 @@ def test_cells_that_were_cut_off_go_on_exactly(number, tmp_path, monkeypatch, ca
     assert not list((cut / "checkpoints").glob("digits-*"))
 
 
-def test_what_the_core_refuses_is_told_by_the_names_of_the_notebook(here):
+def test_errors_of_a_run_use_the_notebooks_names_of_keys(here):
     config = config_of(max_prompt_length=2)
     with pytest.raises(UsageError, match="than max_prompt_length = 2"):
         train_grpo(config, prepare_session(config), reward_functions=[digits])

@@ -198,7 +198,7 @@ def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_en
 
 def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path):
     wrong: tuple[tuple[Any, str], ...] = (
-        ({}, "no mapping, or empty"), ([1], "no mapping"), ({"learning_rat": [0.1]}, "learning_rat"),
+        ({}, "not a mapping, or empty"), ([1], "not a mapping"), ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"), ({"learning_rate": Between(0.1, 0.1)}, "not below"),
         ({"learning_rate": Between(0.0, 0.1, log=True)}, "0.0 has no logarithm"),
         ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"), ({"beta": Between(0, True)}, "beta: .* not True"),
@@ -226,7 +226,7 @@ class Mine(TrainingConfig):
     ({"boldness": between(np.int64(0), np.float32(1))}, float), ({"num_iterations": between(1.0, np.float32(20))}, int),
     ({"words": Between(0, 20)}, int), ({"lora.r": Between(1, 20)}, int),
 ])  # fmt: skip
-def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
+def test_a_range_gives_values_of_its_fields_type(config, space, kind, monkeypatch):
     monkeypatch.setattr("groupwise.notebook.hyperparameter_search._train_trial", told_a_number)
     given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})
     values = []
@@ -263,7 +263,9 @@ def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
             search(kept, space, trials=1)
 
 
-def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path, monkeypatch):
+def test_a_metric_that_cannot_be_measured_is_refused_before_any_training(
+    config, tmp_path, monkeypatch
+):
     with pytest.raises(UsageError, match="within_10_percent"):
         search(config, SPACE, trials=1, metric="acuracy")
     blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
@@ -283,7 +285,7 @@ def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path
     assert not list((tmp_path / "checkpoints").rglob("run.db"))
 
 
-def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, monkeypatch):
+def test_trials_on_drive_continue_on_another_machine(config, tmp_path, monkeypatch):
     for name in ("drive", "one", "two"):
         (tmp_path / name).mkdir()
     place = tmp_path / "drive"

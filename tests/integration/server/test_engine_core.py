@@ -139,7 +139,7 @@ def frees_cache(monkeypatch: pytest.MonkeyPatch, module: Any, freed: Callable[[]
     monkeypatch.setattr(NativeEngine, "free_cache", free_cache)
 
 
-async def test_nothing_is_sampled_while_a_step_needs_the_memory_of_keys_and_values(
+async def test_sampling_waits_while_a_step_uses_the_memory_of_the_kv_cache(
     in_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admitting: list[bool] = []
@@ -167,7 +167,7 @@ async def test_parts_of_a_loop_elsewhere_free_keys_and_values(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("source", ["adapter", "checkpoint"])
-async def test_what_a_run_began_with_may_be_gone_afterwards(
+async def test_the_initial_weights_may_be_deleted_after_the_start(
     source: str, in_process: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / source
@@ -189,7 +189,7 @@ async def test_what_a_run_began_with_may_be_gone_afterwards(
     await engine.close()
 
 
-async def test_what_cannot_be_opened_has_a_code_of_its_own_and_leaves_nothing(
+async def test_a_failed_open_has_its_own_code_and_leaves_no_files(
     tmp_path: Path,
 ) -> None:
     engine = EngineCore()

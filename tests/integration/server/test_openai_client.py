@@ -324,7 +324,7 @@ ANIMAL: Any = {
 }
 
 
-async def test_what_the_client_asks_about_tokens_is_computed_by_the_model(tmp_path):
+async def test_token_logprobs_for_the_client_come_from_the_model(tmp_path):
     """Through the whole way: the client's own methods, HTTP, the engine, the sampler."""
     tokenizer = tiny_tokenizer()
     letter = tokenizer("e")["input_ids"][0]

@@ -169,7 +169,7 @@ def test_a_run_goes_on_after_the_end_of_both_sides(
     assert saved.read(tmp_path / "r" / "final").updates == 4
 
 
-def test_what_it_does_not_do_is_refused_by_name(
+def test_unsupported_keys_are_refused_by_name(
     server: SkyrlServer, environment: dict[str, str], tmp_path: Path
 ) -> None:
     more = {"model": {"loss_reduction": None}, "training": {"max_grad_norm": 1.0}}

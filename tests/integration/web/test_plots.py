@@ -261,7 +261,7 @@ def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(pl
     assert "100" in {each["highest of all"] for each in plots.everywhere()}, "not averaged away"
 
 
-def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(plots: Plots) -> None:
+def test_an_outlier_is_visible_and_can_be_zoomed_to(plots: Plots) -> None:
     """One step earns far more, and none near it."""
     steps = [{"reward": 9.0 if n == 100 else 0.5, "reward_std": 0.01} for n in range(210)]
     plots.run("long", steps)
@@ -426,7 +426,7 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
     assert plots.one(1.0) == {"step": "4", "reward": "3"}
 
 
-def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: Plots) -> None:
+def test_nan_and_infinity_are_marked_gaps(plots: Plots) -> None:
     values = [1.0] * 300
     values[100:140] = [math.nan] * 40
     values[150:152] = [math.inf, 7.0]

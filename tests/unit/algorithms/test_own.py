@@ -66,7 +66,7 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
     [
         ("Mine = 3", "must be a class"),
         ("class Mine: pass", "derives from"),
-        ("class Mine(Grpo): power: float = 0.5", "no dataclass"),
+        ("class Mine(Grpo): power: float = 0.5", "not a dataclass"),
         (MINE.replace("default=0.5, ", ""), "power has no default"),
         (MINE.replace("power: float", "power: list"), "power is 0.5; it must be a number, text"),
         (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, surrogate"),

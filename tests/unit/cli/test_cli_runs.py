@@ -142,7 +142,7 @@ class TestList:
         assert re.search(r"  \d\d-\d\d \d\d:\d\d  ", line)
         assert all(len(line) <= 80 for line in lines[:3])
 
-    def test_what_is_printed_fits_a_terminal_of_80_columns(
+    def test_tables_fit_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         row = ["quickstart", "finished", "40/40", "smollm2-135m-instruct" * 2, "task" * 9]

@@ -46,7 +46,7 @@ def test_options_and_words_are_settings(served: list[tuple[Any, ...]], tmp_path:
     assert start == "read s.yaml"
 
 
-def test_what_is_not_installed_is_told_before_any_setting(
+def test_serve_names_the_missing_extra_before_missing_settings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -270,7 +270,9 @@ async def test_hostile_text_is_shown_and_does_nothing(client: httpx2.AsyncClient
         assert "hostile &lt;b&gt;" in page, path
         for each in ("<script>document", "<img src=x", "\x1b", "\x00", "\u202e"):
             assert each not in page, path
-        assert ("{{ 7*7 }}" in page) == ("owned␇" in page), "what stands in braces is no template"
+        assert ("{{ 7*7 }}" in page) == ("owned␇" in page), (
+            "what stands in braces is not a template"
+        )
 
 
 async def test_files_of_ours_are_kept_by_browsers_under_the_hash_of_their_content(

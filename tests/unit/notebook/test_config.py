@@ -58,7 +58,7 @@ def made(**values: Any) -> TrainingConfig:
         ({"overrides": {"training.seed": object()}}, "training.seed is of the type object"),
     ],
 )
-def test_what_cannot_work_is_refused_in_words(values, said):
+def test_invalid_values_are_refused_without_pydantics_words(values, said):
     with pytest.raises(ConfigError) as refused:
         made(**values)
     assert said in str(refused.value)
@@ -90,7 +90,7 @@ def test_a_change_is_checked_and_a_refused_one_changes_nothing():
     assert (config.num_generations, config.num_batches) == (8, 500)
 
 
-def test_what_is_given_stays_where_others_are_computed():
+def test_given_values_win_over_computed_defaults():
     given = TrainingConfig(checkpoint_dir="there", system_prompt="Answer.")
     given.experiment_name = "mine"
     assert (given.checkpoint_dir, given.system_prompt) == ("there", "Answer.")

@@ -20,7 +20,7 @@ HERE = {"accelerator", "connect", "load_rubrics"}
 FUNCTIONS = {
     name for name in notebook.__all__ if inspect.isfunction(getattr(notebook, name))
 } - HERE
-ELSEWHERE = ("prepare_session", "run_full_pipeline", "search")
+WITHOUT_A_SESSION = ("prepare_session", "run_full_pipeline", "search")
 """Those that are told the server."""
 WITH_A_SESSION = ("train_grpo", "quick_test", "evaluate")
 
@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str | 
 
         return call
 
-    for name in (*ELSEWHERE, *WITH_A_SESSION):
+    for name in (*WITHOUT_A_SESSION, *WITH_A_SESSION):
         monkeypatch.setattr(connection, name, recorded(name))
     return found
 
@@ -100,7 +100,7 @@ def test_each_call_takes_its_own_key(
             getattr(remote, name)(None, session)
         expected = (remote.url, remote.key)
         assert [each[1:] for each in calls[:3]] == [expected] * 3
-        assert [each[0] for each in calls] == [*ELSEWHERE, *WITH_A_SESSION]
+        assert [each[0] for each in calls] == [*WITHOUT_A_SESSION, *WITH_A_SESSION]
         assert {each[2] for each in calls} == {remote.key}
         calls.clear()
 

@@ -99,7 +99,7 @@ def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():
     (["matchformat"], "extra_reward_functions.*`matchformat`"), ([{"name": "length", "most": 3}], "extra_reward_functions.*`most`"),
     ("length", r"extra_reward_functions.*=\['length'\]"), ([("length", 1.0, 2.0)], "a pair with its weight"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_reward_is_told_by_where_it_was_given(given, told):
+def test_errors_of_a_reward_name_the_argument_that_gave_it(given, told):
     with pytest.raises(TaskError, match=told):
         rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, None, given)
 

@@ -86,7 +86,7 @@ def test_yaml_there_and_back(tmp_path):
         ("- name: x\n", "holds"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
+def test_errors_of_a_rubric_file_name_the_key(text, said, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said) as refused:
         load_rubrics(tmp_path / "x.yaml")

@@ -43,7 +43,7 @@ def prepared_session(**values: Any) -> Any:
     return prepare_session(few(**values))
 
 
-def test_what_cannot_be_asked_is_told(asked: list[Any]) -> None:
+def test_invalid_sampler_calls_are_refused(asked: list[Any]) -> None:
     prepared = prepared_session()
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ("one text", {}, "prompts is one text"), (5, {}, "of the type int"),

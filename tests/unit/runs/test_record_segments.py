@@ -22,7 +22,7 @@ from groupwise.core.errors import RunInUseError, StoreError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.record_segments import find_damage, write_piece
+from groupwise.runs.record_segments import find_damage, write_record_segment
 from groupwise.runs.records import (
     EvaluationRecord,
     ResumeRecord,
@@ -92,7 +92,7 @@ def commit(folder: RunFolder, step: int) -> None:
 
 def save(folder: RunFolder, step: int) -> None:
     def fill(building: Path) -> None:
-        write_piece(folder.path, folder.store.path, building, step)
+        write_record_segment(folder.path, folder.store.path, building, step)
 
     checkpoints.save(folder.checkpoints, step, fill)
 
@@ -116,8 +116,8 @@ def lose(folder: RunFolder) -> Path:
     return folder.path
 
 
-def steps_of(piece: Path) -> list[int]:
-    connection = sqlite3.connect(piece)
+def steps_of(segment: Path) -> list[int]:
+    connection = sqlite3.connect(segment)
     found = [step for (step,) in connection.execute("SELECT step FROM steps ORDER BY step")]
     connection.close()
     return found
@@ -152,7 +152,7 @@ def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_g
         assert store.last_step() == 6
 
 
-def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
+def test_a_segment_of_a_format_without_warnings_gives_the_rest(tmp_path):
     with closing(sqlite3.connect(tmp_path / "old.db")) as connection:
         connection.executescript(
             "".join(MIGRATIONS[: MIGRATIONS.index(next(m for m in MIGRATIONS if "warnings" in m))])
@@ -170,7 +170,7 @@ def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
 def test_equal_records_give_equal_bytes(run, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write_piece(run.path, run.store.path, tmp_path / name, 6)
+        write_record_segment(run.path, run.store.path, tmp_path / name, 6)
     assert (tmp_path / "a/record.db").read_bytes() == (tmp_path / "b/record.db").read_bytes()
 
 
@@ -186,7 +186,7 @@ def test_each_begins_where_the_one_before_ended(run):
 
 def test_one_that_is_gone_is_made_up_for_by_the_next(run, tmp_path):
     run.path.joinpath("checkpoints/step-4/record.db").unlink()
-    write_piece(run.path, run.store.path, tmp_path, 5)
+    write_record_segment(run.path, run.store.path, tmp_path, 5)
     assert steps_of(tmp_path / "record.db") == [2, 3, 4]
 
 
@@ -348,7 +348,7 @@ def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypat
         assert (find_damage(record, thorough=True) is not None) == is_noticed
 
 
-def test_what_cannot_be_mended_is_told(run):
+def test_a_record_that_cannot_be_repaired_says_what_is_missing(run):
     checkpoints.save(run.checkpoints, 6, lambda folder: None)
     (run.path / "run.db").unlink()
     with pytest.raises(RunInUseError):

@@ -18,7 +18,7 @@ from groupwise.core.errors import RunInUseError, RunNotFoundError
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.lock import RunLock
-from groupwise.runs.record_segments import write_piece
+from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.records import StepRecord
 from groupwise.runs.recovery import carry, recover_by_name, unpack
 from groupwise.runs.store import Store
@@ -27,7 +27,7 @@ from groupwise.runs.store import Store
 def save(folder: RunFolder, step: int) -> None:
     def fill(building: Path) -> None:
         (building / "weights").write_bytes(b"w" * step)
-        write_piece(folder.path, folder.store.path, building, step)
+        write_record_segment(folder.path, folder.store.path, building, step)
         carry(folder.path, building, step)
 
     checkpoints.save(folder.checkpoints, step, fill)

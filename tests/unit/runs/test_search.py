@@ -319,7 +319,7 @@ def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
         assert store.rollouts(RolloutFilter(text="kiwi"))
 
 
-def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
+def test_rewound_rollouts_are_removed_from_the_index(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     with Store.create(path) as store:
         for number, text in enumerate(TEXTS):

@@ -246,7 +246,7 @@ class TestSteps:
         (1, (8, 8), (8,), "each draw must come once"), (1, (), (8,), "each draw must come once"),
         (1, (8, 9), (8,), "each draw must come once"), (1, (0,), (0,), "draw 0 belongs to step 0"),
     ])  # fmt: skip
-    def test_what_is_no_next_step_of_new_draws_is_refused(
+    def test_a_step_out_of_order_or_with_used_draws_is_refused(
         self, store: Store, number: int, draws: tuple[int, ...], groups: tuple[int, ...], says: str
     ) -> None:
         fill(store, 1)

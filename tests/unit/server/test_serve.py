@@ -183,7 +183,7 @@ def test_tls_by_files_logs_in_json_and_a_run_that_is_active_already(tmp_path: Pa
             assert process.popen.wait(timeout=25) == 0
 
 
-def test_what_cannot_be_used_is_told_before_anything_begins(tmp_path: Path) -> None:
+def test_bad_certificate_used_folder_or_used_port_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "c.pem").write_text("no certificate")
     for name in ("c.pem", "none.pem"):
         path = str(tmp_path / name)
@@ -361,7 +361,7 @@ def _spoil(ask: dict[str, Any], route: Route) -> None:
         ask["url"] += "?no_such_parameter=1"
 
 
-async def test_what_is_secret_is_told_nowhere_and_a_mistake_is_in_the_log_under_its_id(
+async def test_secrets_stay_out_of_answers_and_logs_and_errors_are_logged_with_an_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     service = FakeService()

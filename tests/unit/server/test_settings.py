@@ -52,7 +52,7 @@ def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:
     assert (settings.requests_per_second, settings.key_file) == (2.5, None)
 
 
-def test_what_cannot_be_is_told_all_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_invalid_settings_are_reported_at_once_with_their_source(tmp_path: Path) -> None:
     for name, key in keys_of(ServerConfig).items():
         assert key.description, name
     environment = {"GROUPWISE_SERVE_PORT": "x"}

@@ -118,7 +118,7 @@ def test_split_of_its_own_is_held_out() -> None:
     assert [e.columns["answer"] for e in task.eval_examples(config)] == ["1", "2"]
 
 
-def test_what_is_left_out_is_told_by_reason() -> None:
+def test_rows_that_are_left_out_are_counted_by_reason() -> None:
     with Path("sums.jsonl").open("a") as file:
         file.write('{"question": "", "solution": "1"}\n{"solution": "1"}\n')
     task, config = configured({**NAMED, "test_split_size": 0.25}, rewards=REWARDS)
@@ -256,7 +256,7 @@ BESIDE = {"source": "sums.jsonl", "label": "sort_words", "columns": COLUMNS}
     (mixed({"task": "wordle_game"}), {}, "has get_environment, which a mixture"),
     (mixed({"task": "half.py"}), {}, "has no get_rl_dataset, which `rl` needs"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused(
+def test_conflicting_data_sections_are_refused(
     data: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     Path("half.py").write_text("def get_reward_funcs(config, tokenizer):\n    return []\n")

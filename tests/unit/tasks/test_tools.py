@@ -79,7 +79,7 @@ def test_schema_is_made_of_signature_and_docstring():
     }
 
 
-def test_what_is_no_tool_is_refused():
+def test_functions_that_cannot_be_tools_are_refused():
     def silent(a: int): ...
 
     def foreign(a: Tools):
@@ -114,10 +114,10 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
     (call("sub", a=1, b=2), "error: there is no tool 'sub'"), (call("add", a=1), "error: b: "),
     (call("add", a="x", b=2), "error: a: "), (call("add", a=1, b=2, c=3), "error: c: "),
     (call("divide", a=1, b=0), "error: ZeroDivisionError"),
-    ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
-    ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
-    ("<tool_call>[1]</tool_call>", "error: the call is no JSON object"),
-    (f"<tool_call>{'[' * 5_000}</tool_call>", "error: the call is no JSON ("),
+    ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is not JSON ("),
+    ('<tool_call>{"name": "add", "argu', "error: the call is not JSON ("),
+    ("<tool_call>[1]</tool_call>", "error: the call is not a JSON object"),
+    (f"<tool_call>{'[' * 5_000}</tool_call>", "error: the call is not JSON ("),
     ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
     ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
 ])  # fmt: skip

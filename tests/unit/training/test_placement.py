@@ -58,7 +58,7 @@ def test_one_process_where_several_would_not_pay(monkeypatch):
     assert processes(monkeypatch) == 1
 
 
-def test_what_is_asked_for_is_had_or_refused(monkeypatch):
+def test_the_configured_number_of_processes_is_used_or_refused(monkeypatch):
     for count in (1, 3):
         assert processes(monkeypatch, cores=1, size=1, lora=None, run={"processes": count}) == count
     with pytest.raises(ConfigError, match=r"run\.processes is 3(.|\n)* cuda"):

@@ -63,7 +63,7 @@ def read(folder: Path) -> SavedWeights:
 
 
 def sampler_path(model: ModelConfig) -> str | None:
-    """The path to sample `model.adapter` from; None: the base. Raises ModelError for a state that is no sampler's, as `starting_state`."""
+    """The path to sample `model.adapter` from; None: the base. Raises ModelError if the state is not a sampler's, as `starting_state`."""
     state = starting_state(model)
     if state is None or model.adapter is None:
         return None

@@ -74,7 +74,7 @@ def python() -> Path:
             raise UsageError(f"{VARIABLE} is {override}, but there is no such file.")
         if not os.access(override, os.X_OK):
             raise UsageError(
-                f"{VARIABLE} is {override}, which is no program; name the Python of an environment."
+                f"{VARIABLE} is {override}, which is not a program; name the Python of an environment."
             )
         return Path(override)
     record = _read_record()

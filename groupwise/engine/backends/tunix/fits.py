@@ -327,7 +327,9 @@ def _tensors_in_header(file: Path) -> list[tuple[str, Stored]]:
                 stored = Stored(file, info["dtype"], tuple(info["shape"]), begin, end, first)
                 entries.append((name, stored))
         except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{file} is no safetensors file: {error}. Fetch it again.") from error
+            raise ModelError(
+                f"{file} is not a safetensors file: {error}. Fetch it again."
+            ) from error
     if any(stored.end > file.stat().st_size for _, stored in entries):
         raise ModelError(f"{file} is shorter than its header says. Fetch it again.")
     return entries

@@ -29,7 +29,7 @@ from groupwise.engine.models.native.weights import NativeModel
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MicrobatchPass:
     """A micro-batch, and the model with an adapter that computes it."""
 
     model: NativeModel
@@ -61,7 +61,7 @@ def residual_stream(
     """The residual stream [N, H] after all layers; its backward pass computes the gradients of the factors."""
     with torch.no_grad():
         products = [Product(linear, factors) for linear in model.products[:-1]]
-    work = Work(model, batch, attention_of(model, batch), products, recompute)
+    work = MicrobatchPass(model, batch, attention_of(model, batch), products, recompute)
     return _Body.apply(work, torch.is_grad_enabled(), *_factors(work.products, factors))  # pyright: ignore[reportReturnType]
 
 
@@ -77,7 +77,7 @@ class _Body(torch.autograd.Function):
     """The embeddings and all layers. Its inputs are the factors of the adapter, so autograd asks for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, gradient: bool, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, work: MicrobatchPass, gradient: bool, *_: Tensor) -> Tensor:
         model = work.model
         residual_NH = model.embedded(torch.tensor(work.batch.token_ids, device=model.device))
         saved: list[Activations | Tensor] = []
@@ -91,7 +91,7 @@ class _Body(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        work: Work = ctx.work
+        work: MicrobatchPass = ctx.work
         saved: list[Activations | Tensor] = ctx.kept
         d_NH = grad_outputs[0].clone()  # changed in place from here on
         gradients: list[Tensor] = []
@@ -103,7 +103,9 @@ class _Body(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Activations]:
+def _forward_layer(
+    work: MicrobatchPass, number: int, residual_NH: Tensor
+) -> tuple[Tensor, Activations]:
     """The residual stream after a layer, and the tensors that its backward pass needs."""
     model, layer = work.model, work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
@@ -119,7 +121,7 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
 
 
 def _backward_layer_(
-    work: Work, number: int, activations: Activations, d_NH: Tensor
+    work: MicrobatchPass, number: int, activations: Activations, d_NH: Tensor
 ) -> list[Tensor]:
     """Turn the gradient of a layer's output into that of its input, in place; return the gradients of the layer's factors."""
     layer = work.model.layers[number]

@@ -131,9 +131,8 @@ class KernelFiles:
 
     def save(self, key: Any, value: Any) -> None:
         """Save a value, unless another process was first; raises OSError if it cannot be written."""
-        for other in self._folder.glob(
-            "*.nb[ci]*"
-        ):  # of other sources; these names also match files of numba's own cache
+        # Delete kernels of other sources; these names also match files of numba's own cache.
+        for other in self._folder.glob("*.nb[ci]*"):
             if self._sources not in other.name:
                 other.unlink(missing_ok=True)
         content = dumps(value)

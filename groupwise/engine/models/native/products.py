@@ -6,11 +6,11 @@ nothing is rounded but what is quantised.
 
 A tile is 16 outputs of some rows; its sums stay in registers. Weights are ordered as [O / 16, I, 16]. There are four kinds of code:
 
-- `FLOATS`: float32 weights and rows.
-- `HALVES`: weights in bfloat16, widened when they are read, and float32 rows. The same result as `FLOATS` with half the memory.
-- `PAIRS`: weights and rows in bfloat16, two inputs at a time, by the CPU's own instruction for it (AVX512_BF16); weights are ordered as
+- `_FLOATS`: float32 weights and rows.
+- `_HALVES`: weights in bfloat16, widened when they are read, and float32 rows. The same result as `_FLOATS` with half the memory.
+- `_PAIRS`: weights and rows in bfloat16, two inputs at a time, by the CPU's own instruction for it (AVX512_BF16); weights are ordered as
   [O / 16, I / 2, 16, 2].
-- `BYTES`: weights and rows in int8, four inputs at a time, by the CPU's own instruction for it (VNNI); weights are ordered as
+- `_BYTES`: weights and rows in int8, four inputs at a time, by the CPU's own instruction for it (VNNI); weights are ordered as
   [O / 16, I / 4, 16, 4]. `kernels.quantize` makes such rows. Sums are int32, so they are exact, and become float32 at the end.
 
 CPUs with tiles (AMX) read the same two orders, 16 lines at a time; what is left of the lines is multiplied as above.
@@ -41,14 +41,14 @@ Array = NDArray[Any]
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
-"""True if `PAIRS` is best for bfloat16; without the instruction it works as well, but slowly."""
+"""True if `_PAIRS` is best for bfloat16; without the instruction it works as well, but slowly."""
 HAS_VNNI = bool(_FEATURES.get("avx512vnni", False))
-"""True if the CPU has the instruction of `BYTES`."""
+"""True if the CPU has the instruction of `_BYTES`."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
 USE_TILES = has_tiles()
-"""True if `PAIRS` and `BYTES` are multiplied in tiles of the CPU (AMX)."""
+"""True if `_PAIRS` and `_BYTES` are multiplied in tiles of the CPU (AMX)."""
 IN_TURNS = 2
 """Tiles of sums that a loop adds to in turns: an instruction that adds to the same tile would wait for the one before."""
 LINES = IN_TURNS * LANES
@@ -389,12 +389,12 @@ def product(
 ) -> None:
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, for the blocks of 16 outputs from `first` up to `last`.
 
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights` (W) and
+    `x_NI` is float32, or bfloat16 (as uint16) for `_PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights` (W) and
     `down` (A) have the order described in the module's docstring, `ups` (B) is [O / 16, R, 16]. All else is float32. For block b, only
     ranks from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
 
-    `factors_NI` are the rows that W is multiplied with: x itself, or for `BYTES` the quantised x, whose scales are `scales_N`. `constants`
-    is the bias; for `BYTES` it is [O / 16, 3, 16]: what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias.
+    `factors_NI` are the rows that W is multiplied with: x itself, or for `_BYTES` the quantised x, whose scales are `scales_N`. `constants`
+    is the bias; for `_BYTES` it is [O / 16, 3, 16]: what cancels the 128 in `factors_NI` (int32), the scales of W, and the bias.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)

@@ -145,7 +145,7 @@ def _store_gradient(
 
 
 def _exp(code: VectorCode, x: Any) -> Any:
-    """What `kernels.exp` computes, and 0 where that is no normal float32."""
+    """What `kernels.exp` computes, and 0 where that is not a normal float32."""
     builder = code.builder
 
     def spread(number: Any) -> Any:

@@ -25,7 +25,7 @@ from groupwise.engine.models.native.kernels import (
 
 @kernel(ROUNDING_KEPT)
 def _weight(logit: Any, highest: Any, divisor: Any) -> Any:
-    """`exp((logit − highest) / divisor)`, and exactly 0 where that is no normal float32; NaN stays NaN."""
+    """`exp((logit − highest) / divisor)`, and exactly 0 where that is not a normal float32; NaN stays NaN."""
     distance = (logit - highest) / divisor
     return np.float32(0.0) if distance < LOWEST else exp(distance)
 

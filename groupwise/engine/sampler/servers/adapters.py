@@ -180,7 +180,7 @@ async def _load_adapter(server: Server, name: str, folder: str) -> None:
             raise UsageError(
                 f"{server.url} takes no adapters while it runs: {error}\n{server.adapters_remedy}"
             ) from None
-        if error.may_pass and error.status != 500:
+        if error.is_retryable and error.status != 500:
             raise
         raise UsageError(
             f"{server.url} could not load the adapter {folder}: {error}\nIt must see that folder (sampler.adapter_folder is one that both "
@@ -193,7 +193,7 @@ async def unload(server: Server, name: str) -> None:
     try:
         await server.client.ask("POST", server.adapters_url + UNLOAD, {"lora_name": name}, len, 0)
     except EndpointError as error:
-        if error.may_pass and error.status != 500:
+        if error.is_retryable and error.status != 500:
             raise
         if error.status != 404 and NOT_LOADED not in str(error):
             raise UsageError(f"{server.url} could not unload the adapter {name}: {error}") from None

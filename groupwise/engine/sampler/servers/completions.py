@@ -89,7 +89,7 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
 
 
 def refuse_withheld_end(engine: str, params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError if the engine withholds, in the least tokens of a completion, an end of text that is no stop token."""
+    """Raise RunError if the engine withholds, in the least tokens of a completion, an end of text that is not a stop token."""
     if params.min_tokens and params.stop_token_ids and end_id not in (None, *params.stop_token_ids):
         raise RunError(
             f"min_tokens is {params.min_tokens}, in which {engine} withholds the tokenizer's own end of text ({end_id}), too, which is "
@@ -333,7 +333,7 @@ def _as_list(value: object) -> list[Any]:
 
 def _check_logprob(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise EndpointError(f"answered the log-probability {value!r}, which is no number")
+        raise EndpointError(f"answered the log-probability {value!r}, which is not a number")
     if not math.isfinite(value) or not MIN_LOGPROB < value <= ROUNDING:
         raise EndpointError(
             f"answered the log-probability {value}, which no token has that was drawn: the weights or the sums are not finite. Lower "

@@ -200,7 +200,7 @@ class ServerSampler:
         try:
             await self._own.sleep()
         except EndpointError as error:
-            if not error.may_pass:
+            if not error.is_retryable:
                 raise
             self._own.server.note_failure(error)
 
@@ -230,7 +230,7 @@ class ServerSampler:
         try:
             await self._ensure_prepared(server, served)
         except EndpointError as error:
-            if not error.may_pass:
+            if not error.is_retryable:
                 raise
             server.note_failure(error)
         else:

@@ -222,7 +222,7 @@ class Servers:
             try:
                 result = await work(server)
             except EndpointError as error:
-                if not error.may_pass:
+                if not error.is_retryable:
                     raise
                 server.note_failure(error)
                 last_error = error

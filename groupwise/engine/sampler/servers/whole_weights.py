@@ -194,7 +194,7 @@ class WholeWeights:
             raise said  # a refusal, which says more than that this side has waited in vain
         if isinstance(error, EndpointError):
             lost = EndpointError(f"{server.url} did not take the weights by NCCL: {error}")
-            lost.may_pass = True
+            lost.is_retryable = True
             raise lost
         for failure in (error, said):
             if isinstance(failure, BaseException):
@@ -240,10 +240,10 @@ async def _limited(request: Awaitable[None], seconds: float) -> None:
             f"the server has not ended what weights need for {seconds:g} s; sampler.weight_transfer_timeout limits it. If a run was "
             "killed while it sent weights, start the server again: its workers wait for that run"
         )
-        error.may_pass = True
+        error.is_retryable = True
         raise error from None
 
 
 def _is_temporary(error: EndpointError) -> bool:
     """True if the server may take the weights at another attempt; a refusal by vLLM has status 500 as well."""
-    return error.may_pass and error.status != 500
+    return error.is_retryable and error.status != 500

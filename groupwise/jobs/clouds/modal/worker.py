@@ -141,9 +141,8 @@ class Stint:
                     process.wait(self.call.every)
                 except subprocess.TimeoutExpired:
                     self.sync()
-        except (
-            BaseException
-        ):  # the container is taken away, for whichever reason: the command saves first
+        except BaseException:
+            # The container is taken away, for whichever reason: the command saves first.
             self.save_and_stop(process)
             raise
         return self.finish()

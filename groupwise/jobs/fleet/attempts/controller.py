@@ -36,8 +36,8 @@ from groupwise.jobs.fleet.attempts.decide import (
     Launch,
     MemberView,
     Move,
+    ObservedState,
     Provide,
-    Reading,
     Void,
     decide,
     over,
@@ -51,7 +51,12 @@ from groupwise.jobs.fleet.attempts.launching import (
     with_machine_time,
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
-from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Pauses, Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import (
+    CHANGEABLE,
+    MachineWatch,
+    MachineWatches,
+    PollTiming,
+)
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
@@ -131,7 +136,7 @@ class ControllerDependencies:
     snapshots: BatchedReads[int, Snapshot]
     """Reads attempts of this owner, by epoch."""
     runner: Callable[[Machine], Runner]
-    watches: Watches
+    watches: MachineWatches
     logs: LogMirror
     checkpoints: CheckpointMirror
     collector: Collector
@@ -140,7 +145,7 @@ class ControllerDependencies:
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Runs a coroutine as a separate task; its errors are logged."""
     rng: random.Random
-    pauses: Pauses = field(default_factory=Pauses)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     clock: Callable[[], float] = time.monotonic
     """A monotonic clock, in seconds."""
 
@@ -206,7 +211,7 @@ class _MemberMonitor:
         self.tries = 0
         self.log = _Fetching(0, 0)
         self.checkpoints = _Fetching((0, None), (0, None))
-        self.watch: Watch | None = None
+        self.watch: MachineWatch | None = None
         self._wake = wake
         self._clock = clock
 
@@ -235,19 +240,20 @@ class _MemberMonitor:
         self._wake()
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ObservedState:
         """The state in the terms of `decide`."""
         if self.last is None:
-            return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
+            return ObservedState.UNKNOWN if self.reachable else ObservedState.UNREACHABLE
         if self.last.engine is not None and self.last.state is RunnerState.REBOOTED:
-            return Reading.LOST  # an engine started it on a machine other than the one asked
+            return ObservedState.LOST  # an engine started it on a machine other than the one asked
         if (
             self.last.engine is None
             and self.last.state is RunnerState.LOST
             and self.last.pid is None
         ):
-            return Reading.ABSENT  # its command never ran, and launch or void take over the folder
-        return Reading(self.last.state)
+            # Its command never ran, and launch or void take over the folder.
+            return ObservedState.ABSENT
+        return ObservedState(self.last.state)
 
     @property
     def given(self) -> bool:
@@ -272,7 +278,7 @@ class AttemptController:
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
         self._has_news = asyncio.Event()
-        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.rng.random)
+        self._backoff = Backoff(deps.poll_timing.first, deps.poll_timing.longest, deps.rng.random)
 
     def wake(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
@@ -317,7 +323,7 @@ class AttemptController:
         if progress:
             self._backoff.reset()
             return True
-        limit = self._deps.pauses.idle
+        limit = self._deps.poll_timing.idle
         if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
         await wait_at_most(limit, self._has_news)
@@ -380,10 +386,11 @@ class AttemptController:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if not monitor.was_asked:
                 self._note_silence(monitor, error)
+            # Asked again, once, before it counts as silent.
             monitor.last, monitor.was_asked = (
                 None,
                 False,
-            )  # asked again, once, before it counts as silent
+            )
 
     def _note_silence(self, monitor: _MemberMonitor, error: Exception) -> None:
         """Count the machine as silent, until its watch reaches it again."""
@@ -432,7 +439,7 @@ class AttemptController:
         member_view = MemberView(
             rank=m.rank,
             vm_id=m.machine.vm_id,
-            reading=Reading.UNKNOWN,
+            reading=ObservedState.UNKNOWN,
             exit=m.exit,
             lost=m.machine.lost,
             deadman_over=self._deadman_is_over(row, m),
@@ -475,7 +482,7 @@ class AttemptController:
             return False
         now = self._deps.clock()
         silent = min(row.now - since, now - self._silences.setdefault(member.rank, now))
-        if deadman is None or member.recorded is Reading.LOST:
+        if deadman is None or member.recorded is ObservedState.LOST:
             return False
         return silent > deadman + DEADMAN_MARGIN
 
@@ -488,9 +495,8 @@ class AttemptController:
             await self._write_move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
-        if unwritten_states := self._unwritten_states(
-            row
-        ):  # states that machines report and the database does not have yet
+        # States that machines report and the database does not have yet.
+        if unwritten_states := self._unwritten_states(row):
 
             def write(session: Any) -> None:
                 for rank, state in unwritten_states:

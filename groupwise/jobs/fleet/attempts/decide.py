@@ -35,8 +35,8 @@ DEADMAN_MARGIN = 60.0
 """Seconds beyond its timeout after which a runner's deadman has ended a job for certain: its clock started before ours."""
 
 
-class Reading(StrEnum):
-    """A member's state on its machine as last read: that of a `MemberState`, or unknown."""
+class ObservedState(StrEnum):
+    """The state of a member of an attempt, as it was last read from the machine: that of a `MemberState`, or unknown."""
 
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
@@ -55,11 +55,13 @@ class Reading(StrEnum):
     REFUSED = "refused"
 
 
-SILENT = frozenset({Reading.UNREACHABLE, Reading.UNKNOWN})
-BEGUN = frozenset({Reading.RUNNING, Reading.EXITED, Reading.LOST, Reading.REBOOTED})
-NEVER = frozenset({Reading.VOIDED, Reading.REFUSED})
+SILENT = frozenset({ObservedState.UNREACHABLE, ObservedState.UNKNOWN})
+BEGUN = frozenset(
+    {ObservedState.RUNNING, ObservedState.EXITED, ObservedState.LOST, ObservedState.REBOOTED}
+)
+NEVER = frozenset({ObservedState.VOIDED, ObservedState.REFUSED})
 """It never ran there, and never will."""
-_MAY_GO_ON = SILENT | {Reading.CLAIMED, Reading.RUNNING}
+_MAY_GO_ON = SILENT | {ObservedState.CLAIMED, ObservedState.RUNNING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class MemberView:
 
     rank: int
     vm_id: str
-    reading: Reading
+    reading: ObservedState
     exit: ExitRecord | None = None
     """The exit record, read now or earlier."""
     ended: float | None = None
@@ -221,10 +223,10 @@ def _decide_launching(view: AttemptView) -> tuple[Effect, ...]:
     if end is not None:
         return _once_stopped(view, end)
     # Launch once all members have their files: a member that starts long before another gives up waiting for it.
-    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
-    absent = [m for m in to_begin if m.reading is Reading.ABSENT]
+    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is ObservedState.ABSENT]
+    absent = [m for m in to_begin if m.reading is ObservedState.ABSENT]
     if all(m.provided for m in to_begin):
-        cut_off = [m for m in view.members if m.reading is Reading.QUEUED and not m.given]
+        cut_off = [m for m in view.members if m.reading is ObservedState.QUEUED and not m.given]
         return tuple(Launch(m.rank) for m in (*absent, *cut_off))
     return tuple(Provide(m.rank) for m in absent if not m.provided)
 
@@ -243,12 +245,14 @@ def _launch_given_up(view: AttemptView) -> Move | None:
         outcome = Outcome.FAILED if has_run else Outcome.VOID
         failure = FailureClass.HOST_LOST if has_run else None
         return _end_move(view, outcome, failure, _gone_reason(lost_members[0]))
-    if refusing_members := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
+    if refusing_members := [
+        m for m in view.members if m.reading is ObservedState.REFUSED or m.rejected
+    ]:
         outcome = Outcome.FAILED if has_run else Outcome.VOID
         return _end_move(
             view, outcome, *_refusal_cause(refusing_members[0]), culprit=refusing_members[0]
         )
-    if voided_members := [m for m in view.members if m.reading is Reading.VOIDED]:
+    if voided_members := [m for m in view.members if m.reading is ObservedState.VOIDED]:
         if engine_reason := refusals.of_engine(voided_members[0].refusal):
             return _end_move(
                 view,
@@ -276,7 +280,7 @@ def _refusal_cause(member: MemberView) -> tuple[FailureClass, str]:
 
 
 def _decide_running(view: AttemptView) -> tuple[Effect, ...]:
-    if all(m.reading is Reading.EXITED for m in view.members):
+    if all(m.reading is ObservedState.EXITED for m in view.members):
         return (Move(AttemptState.COLLECTING),)
     if not view.cancel_requested and not any(_has_failed(m) for m in view.members):
         return ()
@@ -285,16 +289,16 @@ def _decide_running(view: AttemptView) -> tuple[Effect, ...]:
 
 def _has_failed(member: MemberView) -> bool:
     """True if the member cannot continue, which ends the gang; a member that has succeeded does not end it."""
-    if member.reading is Reading.EXITED:
+    if member.reading is ObservedState.EXITED:
         return member.exit is None or not has_succeeded(member.exit)
     return member.lost or member.is_gone or member.reading not in _MAY_GO_ON
 
 
 def _lost_while_running(view: AttemptView) -> Move:
     """The end of an attempt that ran but has members without an exit record."""
-    unexited_members = [m for m in view.members if m.reading is not Reading.EXITED]
+    unexited_members = [m for m in view.members if m.reading is not ObservedState.EXITED]
     gone_members = [m for m in unexited_members if m.is_gone]
-    rebooted_members = [m for m in unexited_members if m.reading is Reading.REBOOTED]
+    rebooted_members = [m for m in unexited_members if m.reading is ObservedState.REBOOTED]
     if gone_members:
         failure, member = FailureClass.HOST_LOST, gone_members[0]
     elif rebooted_members:
@@ -303,11 +307,11 @@ def _lost_while_running(view: AttemptView) -> Move:
         failure, member = FailureClass.SUPERVISOR_LOST, unexited_members[0]
     if member.is_gone:
         reason = _gone_reason(member)
-    elif member.reading is Reading.REBOOTED:
+    elif member.reading is ObservedState.REBOOTED:
         reason = f"{member.vm_id} has booted since"
-    elif member.reading is Reading.LOST and member.engine_says:
+    elif member.reading is ObservedState.LOST and member.engine_says:
         reason = f"what watched over it is silent, and {member.engine_says}"
-    elif member.reading is Reading.LOST:
+    elif member.reading is ObservedState.LOST:
         reason = f"its supervisor on {member.vm_id} was killed"
     else:
         reason = f"its folder on {member.vm_id} has vanished"
@@ -326,15 +330,15 @@ def _decide_collecting(view: AttemptView) -> tuple[Effect, ...]:
 def _release_effects(member: MemberView) -> tuple[Effect, ...]:
     """Steps until the member can be released. A lost machine may come back with the attempt: kill or void it there before releasing."""
     match member.reading:
-        case Reading.UNREACHABLE | Reading.UNKNOWN:
+        case ObservedState.UNREACHABLE | ObservedState.UNKNOWN:
             return (Abandon(member.rank),) if member.lost and not member.abandoned else ()
-        case Reading.ABSENT | Reading.QUEUED:
+        case ObservedState.ABSENT | ObservedState.QUEUED:
             return (Void(member.rank),)
-        case Reading.CLAIMED | Reading.RUNNING:
+        case ObservedState.CLAIMED | ObservedState.RUNNING:
             return (Kill(member.rank),)
-        case Reading.LOST:
+        case ObservedState.LOST:
             return (Kill(member.rank), CheckRelease(member.rank))
-        case Reading.VOIDED if member.quiet is False:  # its folder was removed while it ran
+        case ObservedState.VOIDED if member.quiet is False:  # its folder was removed while it ran
             return (Kill(member.rank), CheckRelease(member.rank))
         case _:
             return (CheckRelease(member.rank),)
@@ -361,24 +365,24 @@ def _is_stopped(view: AttemptView, member: MemberView) -> bool:
     An exit record proves that the command has ended, but before a cancellation is acknowledged its child processes must be gone too. A
     folder that has disappeared, or says `voided` after the attempt had started, proves nothing about processes.
     """
-    if member.is_gone or member.reading is Reading.REBOOTED:
+    if member.is_gone or member.reading is ObservedState.REBOOTED:
         return True
-    if member.reading is Reading.EXITED:
+    if member.reading is ObservedState.EXITED:
         return not view.cancel_requested or member.quiet is True
     if member.reading in NEVER:
         return view.state is AttemptState.LAUNCHING or member.quiet is True
-    return member.reading is Reading.LOST and member.quiet is True
+    return member.reading is ObservedState.LOST and member.quiet is True
 
 
 def _stop_effects(member: MemberView) -> tuple[Effect, ...]:
     match member.reading:
-        case Reading.UNREACHABLE | Reading.UNKNOWN:
+        case ObservedState.UNREACHABLE | ObservedState.UNKNOWN:
             return ()
-        case Reading.ABSENT | Reading.QUEUED:
+        case ObservedState.ABSENT | ObservedState.QUEUED:
             return (Void(member.rank),)
-        case Reading.CLAIMED | Reading.RUNNING:
+        case ObservedState.CLAIMED | ObservedState.RUNNING:
             return (Kill(member.rank),)
-        case Reading.LOST:
+        case ObservedState.LOST:
             return (Kill(member.rank), CheckRelease(member.rank))
         case _ if member.quiet is False:
             return (Kill(member.rank), CheckRelease(member.rank))
@@ -445,7 +449,11 @@ def _end_move(
 def _member_at_fault(members: Sequence[MemberView]) -> MemberView:
     """The member that caused the failure; rank 0 if that is unknown."""
     for member in members:
-        if member.is_gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
+        if (
+            member.is_gone
+            or member.rejected
+            or member.reading in {ObservedState.REFUSED, ObservedState.LOST}
+        ):
             return member
     return members[0]
 
@@ -491,8 +499,8 @@ def _gone_reason(member: MemberView) -> str:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-class Stray(StrEnum):
-    """Actions for an attempt that a machine reports."""
+class OrphanAction(StrEnum):
+    """What to do about an attempt that a machine reports and for which no controller runs here."""
 
     LEAVE = "leave"
     """It is live, or over on the machine too."""
@@ -502,22 +510,24 @@ class Stray(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A job that a machine reports, as the database knows it."""
+class JobEpochs:
+    """The epochs that the database has of a job that a machine reports."""
 
     live_epoch: int | None
     """The epoch of its live attempt, if there is one with a member on this machine."""
     highest_epoch: int
 
 
-def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0) -> Stray:
+def orphan_action(
+    epoch: int, reading: ObservedState, known: JobEpochs | None, survivors: int = 0
+) -> OrphanAction:
     """The action for an attempt on a machine; `known` is None if the job is in no table. `survivors`: its processes without a
     supervisor. Its controller handles those; without a controller they count like any other process."""
-    runs = reading in {Reading.QUEUED, Reading.CLAIMED, Reading.RUNNING}
+    runs = reading in {ObservedState.QUEUED, ObservedState.CLAIMED, ObservedState.RUNNING}
     if not runs and not survivors:
-        return Stray.LEAVE
+        return OrphanAction.LEAVE
     if known is None or epoch > known.highest_epoch:
-        return Stray.REPORT
+        return OrphanAction.REPORT
     if epoch == known.live_epoch or not runs:
-        return Stray.LEAVE
-    return Stray.KILL
+        return OrphanAction.LEAVE
+    return OrphanAction.KILL

@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.decide import Known, Reading
+from groupwise.jobs.fleet.attempts.decide import JobEpochs, ObservedState
 from groupwise.jobs.fleet.queue import capacity, requeue_pending
 from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
@@ -87,7 +87,7 @@ class MemberRow:
 
     rank: int
     machine: Machine
-    recorded: Reading | None
+    recorded: ObservedState | None
     """The last state that its runner reported; None: none yet."""
     handle: Mapping[str, Any]
     log_offset: int
@@ -104,7 +104,7 @@ class MemberRow:
         document = self.handle.get("exit")
         if document is None:
             return None
-        state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
+        state = {"job": "", "epoch": 0, "state": ObservedState.EXITED, "exit": document}
         return answers.parse_member_state(state).exit
 
     @property
@@ -258,7 +258,7 @@ def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
     return MemberRow(
         rank=row.rank,
         machine=machine(row.VM),
-        recorded=None if row.state is None else Reading(row.state),
+        recorded=None if row.state is None else ObservedState(row.state),
         handle=row.handle,
         log_offset=row.log_offset,
         released=row.released,
@@ -340,19 +340,19 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[Machine, 
     return {vm.vm_id: (machine(vm), vm.boot_id, vm.contact == Contact.OK) for vm in rows}
 
 
-def known_jobs(session: Session, jobs: Iterable[str]) -> dict[str, Known]:
+def known_jobs(session: Session, jobs: Iterable[str]) -> dict[str, JobEpochs]:
     """The jobs that a machine reports, as the database knows them.
 
     An attempt is live whichever machine reports it: two that share a home folder, and so the runner's root, report each other's.
     """
-    known: dict[str, Known] = {}
+    known: dict[str, JobEpochs] = {}
     for job_id, epoch, live in session.execute(
         select(Attempt.job_id, Attempt.epoch, Attempt.state != AttemptState.ENDED)
         .where(Attempt.job_id.in_(set(jobs)))
         .order_by(Attempt.epoch)
     ):
-        previous = known.get(job_id, Known(None, 0))
-        known[job_id] = Known(epoch if live else previous.live_epoch, epoch)
+        previous = known.get(job_id, JobEpochs(None, 0))
+        known[job_id] = JobEpochs(epoch if live else previous.live_epoch, epoch)
     return known
 
 

@@ -1,7 +1,8 @@
 """One long poll for each machine, shared by all attempts that are driven there.
 
-A controller asks the machine itself when it needs to know something; a `Watch` notifies it of changes. It keeps one `wait` request open per
-machine that names every attempt that may change, and passes each state to its listener. A `wait` also resets the runner's deadman.
+A controller asks the machine itself when it needs to know something; a `MachineWatch` notifies it of changes. The watch keeps one `wait`
+request open per machine, which names every attempt that may change, and passes each state to its listener. A `wait` also resets the
+runner's deadman.
 So an attempt is named only while the database says that its machine answers (`machine_answers`): the deadman of an
 attempt on a machine recorded as silent keeps running, no matter how many of our requests still reach it.
 
@@ -62,8 +63,8 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
-    """Durations in seconds, of a machine's watch and of an attempt's controller. Tests use shorter ones."""
+class PollTiming:
+    """How long the watch of a machine and the controller of an attempt wait, in seconds. Tests use shorter times."""
 
     first: float = 0.5
     longest: float = 15.0
@@ -75,14 +76,14 @@ class Pauses:
 
 
 @dataclass(slots=True)
-class Watch:
+class MachineWatch:
     """The long poll of one machine; `run` continues as long as there are listeners."""
 
     machine: Machine
-    """Its row, as last read; `Watches.update_machine` replaces it."""
+    """Its row, as last read; `MachineWatches.update_machine` replaces it."""
     runner: Callable[[Machine], Runner]
     """Returns the runner of a machine, over a connection that fits its row."""
-    pauses: Pauses = field(default_factory=Pauses)
+    poll_timing: PollTiming = field(default_factory=PollTiming)
     listeners: dict[tuple[str, int], Listener] = field(
         default_factory=dict[tuple[str, int], Listener]
     )
@@ -108,7 +109,7 @@ class Watch:
 
     async def run(self) -> None:
         """Poll until there are no listeners left."""
-        backoff = Backoff(self.pauses.first, self.pauses.longest)
+        backoff = Backoff(self.poll_timing.first, self.poll_timing.longest)
         while self.listeners:
             self.changed.clear()
             try:
@@ -156,7 +157,7 @@ class Watch:
         asked_at, has_news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
         wait_task = asyncio.ensure_future(
-            self.runner(self.machine).wait(known, seconds=self.pauses.poll)
+            self.runner(self.machine).wait(known, seconds=self.poll_timing.poll)
         )
         changed_task = asyncio.ensure_future(self.changed.wait())
         try:
@@ -178,30 +179,32 @@ class Watch:
                 listener.on_state(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
-            pause = self.pauses.first / (10 if has_news else 1)
+            pause = self.poll_timing.first / (10 if has_news else 1)
             await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
-class Watches:
+class MachineWatches:
     """The watches of all machines on which this dispatcher drives attempts."""
 
     def __init__(
         self,
-        spawn: Callable[[str, Watch], None],
+        spawn: Callable[[str, MachineWatch], None],
         runner: Callable[[Machine], Runner],
-        pauses: Pauses | None = None,
+        poll_timing: PollTiming | None = None,
     ) -> None:
         """`spawn` runs the watch in the background, and calls `note_end` after it."""
         self._spawn = spawn
         self._runner = runner
-        self._pauses = pauses or Pauses()
-        self._by_machine: dict[str, Watch] = {}
+        self._poll_timing = poll_timing or PollTiming()
+        self._by_machine: dict[str, MachineWatch] = {}
 
-    def listen(self, machine: Machine, listener: Listener) -> Watch:
+    def listen(self, machine: Machine, listener: Listener) -> MachineWatch:
         """Notify the listener of news of its attempt on this machine, until it is removed from the watch."""
         watch = self._by_machine.get(machine.vm_id)
         if watch is None:
-            watch = self._by_machine[machine.vm_id] = Watch(machine, self._runner, self._pauses)
+            watch = self._by_machine[machine.vm_id] = MachineWatch(
+                machine, self._runner, self._poll_timing
+            )
             watch.add(listener)
             self._spawn(machine.vm_id, watch)
         else:
@@ -221,7 +224,7 @@ class Watches:
         if watch := self._by_machine.get(vm_id):
             watch.contacted.set()
 
-    def note_end(self, vm_id: str, watch: Watch) -> None:
+    def note_end(self, vm_id: str, watch: MachineWatch) -> None:
         """The watch has ended; if it crashed and still has listeners, a new one starts."""
         if self._by_machine.get(vm_id) is not watch:
             return

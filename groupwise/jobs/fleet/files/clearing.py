@@ -72,9 +72,8 @@ def clear_away(
         jobs = {name for name in names if JOB_ID.fullmatch(name)}
         for job_id in database.read(lambda s: pruned_jobs(s, jobs)):
             remove_files(folders, job_id)
-        is_silent = (
-            ControlProcess.seen_at < clock() - SILENT
-        )  # one that ends normally deletes its row
+        # A process that ends normally deletes its row.
+        is_silent = ControlProcess.seen_at < clock() - SILENT
         database.run(lambda s: s.execute(delete(ControlProcess).where(is_silent)) and None)
         forget_history(database)
         now, needed_hashes = store.now(), store.all_needed()

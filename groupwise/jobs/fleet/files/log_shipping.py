@@ -57,7 +57,7 @@ LARGEST = 512 * 1024
 LEAST = 16 * 1024
 """Bytes below which that limit does not shrink for an address that accepts less."""
 TOO_LARGE = 413
-ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
+SINK_STATUSES = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
 """HTTP statuses that do not concern the lines sent, but the address, the credentials or the rate."""
 REFUSED_IN_A_ROW = 10
 """Logs refused in a row, with nothing taken, after which a round ends: then the sink is the cause, not the logs."""
@@ -243,7 +243,7 @@ class Address:
             response = await http.post(
                 self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
             )
-            if response.is_client_error and response.status_code not in ELSEWHERE:
+            if response.is_client_error and response.status_code not in SINK_STATUSES:
                 raise Refused(response.status_code)
             response.raise_for_status()
 

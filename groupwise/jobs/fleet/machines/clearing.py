@@ -138,9 +138,10 @@ class MachineClearing:
         for name, state in ended_attempts.items():
             ended_at = None if state.exit is None else state.exit.finished_at
             if ended_at is not None and observation.time is not None and is_doctor_attempt(*name):
+                # Both times are by the machine's clock.
                 forgettable_names += (
                     [name] if observation.time > ended_at + MIN_FOLDER_SECONDS else []
-                )  # both by the machine's clock
+                )
         deadline = self._clock() + MAX_ROUND_SECONDS
         for job, epoch in forgettable_names:
             if self._clock() > deadline:

@@ -1,7 +1,7 @@
 """Locks of environments: the files that name every release to install.
 
 Without a file the lock is made from this installation: groupwise with the chosen extras and all their requirements, in the releases that
-are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and the index of a machine's pip decides
+are installed here. A build of torch is not a release: `2.13.0+cpu` here is `2.13.0` in the lock, and the index of a machine's pip decides
 which build it gets. A requirement of an extra that is not installed here is in the lock as groupwise states it, with its bounds, and pip
 chooses: a control machine need not have torch.
 
@@ -230,10 +230,11 @@ def _check_line(line: str, location: str, skipped: Collection[str]) -> str | Non
         option, _, value = line.partition(" ")
         folder = Path(value.strip().removeprefix("file://"))
         is_groupwise = value.strip().endswith(f"#egg={NAME}") or folder == PACKAGE.parent
+        # Groupwise itself, as `pip freeze` writes it.
         if is_groupwise and option in (
             "-e",
             "--editable",
-        ):  # groupwise itself, as `pip freeze` writes it
+        ):
             return None
         raise UsageError(
             f"{location}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "

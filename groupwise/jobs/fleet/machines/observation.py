@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session, aliased
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.attempts import records
-from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.machines.clearing import is_doctor_attempt
 from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.states import Contact, Observed
@@ -288,9 +288,9 @@ def _find_strays(session: Session, observation: Observation) -> list[MemberState
     known_jobs = records.known_jobs(session, {e.job for e in candidates}) if candidates else {}
     strays: list[MemberState] = []
     for state in candidates:
-        reading, survivors = Reading(state.state), state.survivors or 0
-        verdict = stray(state.epoch, reading, known_jobs.get(state.job), survivors)
-        if verdict is Stray.REPORT and not is_doctor_attempt(state.job, state.epoch):
+        reading, survivors = ObservedState(state.state), state.survivors or 0
+        verdict = orphan_action(state.epoch, reading, known_jobs.get(state.job), survivors)
+        if verdict is OrphanAction.REPORT and not is_doctor_attempt(state.job, state.epoch):
             strays.append(state)
     return strays
 

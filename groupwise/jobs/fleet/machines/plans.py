@@ -253,7 +253,7 @@ def _check_address(url: str) -> None:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise UsageError(f"{url[:200]}: this is no address: {error}.") from None
+        raise UsageError(f"{url[:200]}: this is not an address: {error}.") from None
     if "@" in parts.netloc:
         raise UsageError(
             "an address of a package index has a name or a password in it. Everybody on this machine can read the arguments of a command: "

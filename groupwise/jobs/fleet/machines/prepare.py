@@ -7,7 +7,7 @@
     take in   the builder's `result.json` is read; the caller then writes the interpreter into the machine's row
 
 The build uses the machine's runner with a separate root (`environments/builds` in the machine's folder). It therefore has the
-guarantees of jobs, and yet is no job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
+guarantees of jobs, and yet is not a job, waits in no queue, and is not taken for a foreign process by the dispatcher. User input never
 becomes part of a shell command, and secrets are sent separately from the spec.
 
 A second `prepare` at the same time follows the attempt of the first. If the command ends here, the build continues there; the next
@@ -319,9 +319,8 @@ class _BuildTask:
 
     async def _remove_earlier_builds(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
-        finished_at = (
-            own_state.exit.finished_at if own_state.exit is not None else None
-        )  # by the machine's clock
+        # This time is by the machine's clock.
+        finished_at = own_state.exit.finished_at if own_state.exit is not None else None
         try:
             for state in (await self.runner.observe(probe=NO_PROBE)).attempts:
                 if (state.job, state.epoch) == (

@@ -121,7 +121,7 @@ def _parse_statuses(names: Iterable[str]) -> frozenset[JobStatus]:
         except ValueError:
             raise Refusal(
                 "invalid_request",
-                f"{name!r} is no status of a job; there are {', '.join(JobStatus)}.",
+                f"{name!r} is not a status of a job; there are {', '.join(JobStatus)}.",
             ) from None
     return frozenset(statuses)
 

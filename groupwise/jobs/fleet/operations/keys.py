@@ -37,7 +37,7 @@ def make(
     """Make a key; its text is in `key` of this document and nowhere else. `lasts`: seconds; None: until revoked."""
     actor.require_all_projects("make a key")
     if role not in ROLES:
-        raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
+        raise Refusal("invalid_request", f"{role!r} is not a role; there are {', '.join(ROLES)}.")
     if lasts is not None and not 0 < lasts <= MAX_SECONDS:
         raise Refusal(
             "invalid_request",

@@ -101,7 +101,7 @@ class NewMachine:
             yield from _problems_of_jump(self.jump)
         yield from self._problems_with_engine()
         if not VM_ID.fullmatch(self.vm_id):
-            yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
+            yield f"{self.vm_id!r} is not a name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
         if not 1 <= self.port <= 65535:
             yield f"port {self.port}: ports are 1 to 65535"
         if self.transport == "ssh" and not self.user:
@@ -167,9 +167,8 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         )
     before = None if is_new else {"active": False}
     _set_columns(vm, new)
-    vm.observed_round = database_time(
-        session
-    )  # an observation that started before saw the old machine
+    # An observation that started before saw the old machine.
+    vm.observed_round = database_time(session)
     _require_own_folder(session, vm)
     # Rows of GPUs stay for the history, and would be counted.
     gpus = select(GPU.gpu_id).where(GPU.vm_id == new.vm_id).limit(1)
@@ -601,9 +600,8 @@ def change(
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
         _require_own_folder(session, vm)
-        vm.observed_round = database_time(
-            session
-        )  # an observation that started before saw the old place
+        # An observation that started before saw the old place.
+        vm.observed_round = database_time(session)
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
     _append_event(session, actor, events.VM_CHANGED, vm, before=before, after=after)
     requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)

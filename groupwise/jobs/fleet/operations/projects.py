@@ -78,7 +78,7 @@ def change(
         if not name or len(name) > 80 or not name.isprintable() or name != name.strip():
             raise Refusal(
                 "invalid_request",
-                f"{name!r} is no name for a project: 1 to 80 printable characters.",
+                f"{name!r} is not a name for a project: 1 to 80 printable characters.",
             )
         project = Project(name=name)
         session.add(project)

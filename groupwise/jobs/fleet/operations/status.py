@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.core.terminal.quantities import byte_size, duration
-from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Reading
+from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, ObservedState
 from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
 from groupwise.jobs.fleet.operations import find, machines
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -370,7 +370,7 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             )
         elif attempt.contact == Contact.UNREACHABLE and attempt.state != AttemptState.ENDED:
             wait = "it is left as it is until the machine answers"
-            if {"deadman", "silent_since"} <= handle.keys() and state != Reading.LOST:
+            if {"deadman", "silent_since"} <= handle.keys() and state != ObservedState.LOST:
                 rest = handle["silent_since"] + handle["deadman"] + DEADMAN_MARGIN - now
                 when = f"in about {duration(rest)}" if rest > 0 else "soon"
                 wait = f"if it stays silent, the job's deadman ends it there, and {when} it counts as `host_lost`, which is retried"

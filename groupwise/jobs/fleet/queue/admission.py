@@ -371,10 +371,11 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
     empty_values = {
         column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED
     }
+    # A bad value may have to go before any update.
     for variant in (
         row,
         _Row(row.values, empty_values),
-    ):  # a bad value may have to go before any update
+    ):
         try:
             with session.begin_nested():
                 _refuse_row(session, variant, reasons)

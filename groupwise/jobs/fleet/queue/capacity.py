@@ -24,13 +24,13 @@ from groupwise.jobs.fleet.queue.elastic import elastic_of
 from groupwise.jobs.fleet.queue.placement import (
     LONG_WAIT_SECONDS,
     NOTHING_AVOIDED,
-    NOTHING_HELD,
+    NOTHING_WITHHELD,
     Avoid,
     Blocked,
-    Held,
     Machine,
     MachineGPU,
     Placement,
+    WithheldCapacity,
     apply,
     has_room,
     is_oversubscribed,
@@ -100,7 +100,9 @@ class FreeCapacity:
         default_factory=deque[tuple[RankKey, Resources, str]]
     )
     """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a later job is placed."""
-    held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
+    held: list[tuple[RankKey, WithheldCapacity]] = field(
+        default_factory=list[tuple[RankKey, WithheldCapacity]]
+    )
     """Capacity withheld for the other long-waiting jobs, by rank."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Quotas of the projects that have one."""
@@ -163,7 +165,7 @@ class FreeCapacity:
 
     def is_full(self, after: RankKey | None = None) -> bool:
         """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
-        held_before = NOTHING_HELD if after is None else self.held_before(after)
+        held_before = NOTHING_WITHHELD if after is None else self.held_before(after)
         if any(has_room(machine, held_before) for machine in self._machines_with_room()):
             return False
         if self.session is None or self.read >= MachinesRead.FREE_SLOTS:
@@ -249,13 +251,13 @@ class FreeCapacity:
         )
         return [replace(machine, gpus=gpus) for machine, gpus in with_shared_gpus if gpus]
 
-    def held_before(self, key: RankKey) -> Held:
+    def held_before(self, key: RankKey) -> WithheldCapacity:
         """Capacity withheld for jobs before this one in the queue."""
         while self.long_waiting and self.long_waiting[0][0] < key:
             other_key, resources, project = self.long_waiting.popleft()
             if len(self.held) < MAX_LONG_WAITING and self.over_quota(resources, project) is None:
                 self.withhold_for(resources, project, other_key)
-        total = NOTHING_HELD
+        total = NOTHING_WITHHELD
         for other_key, withheld in self.held:
             if other_key < key:
                 total = total.union(withheld)

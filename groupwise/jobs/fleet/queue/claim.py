@@ -138,9 +138,8 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         return ClaimResult()
     plan = _Plan()
     projects = {job.project for job in jobs}
-    locked_projects = capacity.lock_quotas(
-        session, projects
-    )  # the bookings below count against them
+    # The bookings below count against them.
+    locked_projects = capacity.lock_quotas(session, projects)
     view = capacity.view_of_room(session, projects)
     plan.projects.update(projects)
     plan.quotas.update({name: view.quotas[name] for name in locked_projects})
@@ -485,9 +484,8 @@ def _book_capacity(
     fresh_view = FreeCapacity(
         view.now, capacity.machines(session, view.now, names), held=view.held, quotas=plan.quotas
     )
-    now = database_time(
-        session
-    )  # read after the locks: no attempt starts before a job that it follows has ended
+    # Read after the locks: no attempt starts before a job that it follows has ended.
+    now = database_time(session)
     resume = _resume_checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
     for job, planned_placement in plan.placed:

@@ -85,7 +85,7 @@ class JobFacts:
     """The machine that refused the launch had refused it before: while the others are busy, a machine that starts nothing is the only
     choice."""
     taken: bool = False
-    """Another attempt holds the resources of this one and will release them: this is no failure."""
+    """Another attempt holds the resources of this one and will release them: this is not a failure."""
     steps_back: bool = False
     """The checkpoint to resume from is damaged. The next attempt uses the one before, or none; checkpoints are few, so this ends."""
 
@@ -118,9 +118,8 @@ def after_end(
     if job.cancel_requested or outcome is Outcome.CANCELLED:
         return Verdict(JobStatus.CANCELLED, spent=job.spent)
     if failure is None:
-        return Verdict(
-            JobStatus.QUEUED, because, spent=job.spent
-        )  # it never ran, and nothing is at fault
+        # It never ran, and nothing is at fault.
+        return Verdict(JobStatus.QUEUED, because, spent=job.spent)
     if job.hopeless:
         return Verdict(
             JobStatus.FAILED,

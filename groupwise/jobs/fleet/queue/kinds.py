@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 
 @runtime_checkable
-class Kind(Protocol):
+class JobKind(Protocol):
     """The interface of a kind of job, which an entry point names. It may also have `smaller(row) -> row | None`: the row with a smaller
     batch, or None if there is none.
     """
@@ -149,7 +149,7 @@ def _expand_row(row: Row) -> JobSpec:
     return expanded
 
 
-def _find_kind(name: str) -> Kind:
+def _find_kind(name: str) -> JobKind:
     if name == COMMAND:
         return Command()
     entry_point = _entry_points().get(name)
@@ -163,10 +163,10 @@ def _find_kind(name: str) -> Kind:
 
 
 @cache
-def _load_entry_point(entry_point: str) -> Kind:
+def _load_entry_point(entry_point: str) -> JobKind:
     """Import the object that an installed package's entry point names; never a name from a row."""
     kind = plugins.load(entry_point, kind="kind of job").object
-    if not isinstance(kind, Kind):
+    if not isinstance(kind, JobKind):
         raise UsageError(f"{entry_point}, an entry point of {ENTRY_POINTS}, has no `expand(row)`")
     return kind
 

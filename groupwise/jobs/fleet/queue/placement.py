@@ -154,7 +154,7 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WithheldCapacity:
     """GPUs and slots that are withheld, each with the job that they are withheld for."""
 
     gpus: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -162,12 +162,12 @@ class Held:
     slots: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     """(vm_id, slot) → job_id."""
 
-    def union(self, other: Held) -> Held:
+    def union(self, other: WithheldCapacity) -> WithheldCapacity:
         """Merge both; an entry of `self` wins."""
-        return Held({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
+        return WithheldCapacity({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
 
 
-NOTHING_HELD = Held()
+NOTHING_WITHHELD = WithheldCapacity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def place(
     resources: Resources,
     machines: Iterable[Machine],
     *,
-    held_for_others: Held = NOTHING_HELD,
+    held_for_others: WithheldCapacity = NOTHING_WITHHELD,
     avoid: Avoid = NOTHING_AVOIDED,
 ) -> Placement | Blocked:
     """Find room for the job, or return the reasons why there is none. Entries of `avoid` are used only if nothing else is free."""
@@ -198,7 +198,10 @@ def place(
 
 
 def room(
-    resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
+    resources: Resources,
+    machines: Iterable[Machine],
+    held_for_others: WithheldCapacity,
+    avoid: Avoid,
 ) -> Placement | None:
     """Like `place`, without reasons."""
 
@@ -226,7 +229,7 @@ def _examined(
     resources: Resources,
     machines: Iterable[Machine],
     find: Callable[[Machine], Seat | None],
-    held: Held,
+    held: WithheldCapacity,
     avoid: Avoid = NOTHING_AVOIDED,
 ) -> Iterator[tuple[Machine, Seat]]:
     """Seats that `find` returns, on as many machines of each kind as the job wants; on all machines for named GPUs and shares.
@@ -248,7 +251,7 @@ def _examined(
             remaining[machine.kind] = 0 if seat is None else left - 1
 
 
-def _is_touched(machine: Machine, held: Held, avoid: Avoid) -> bool:
+def _is_touched(machine: Machine, held: WithheldCapacity, avoid: Avoid) -> bool:
     """True if something of the machine is withheld for another job, or avoided."""
     return (
         machine.vm_id in avoid.machines
@@ -304,7 +307,7 @@ def is_oversubscribed(slot: int | None) -> bool:
     return slot is not None and slot >= MAX_SLOTS
 
 
-def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
+def has_room(machine: Machine, held: WithheldCapacity = NOTHING_WITHHELD) -> bool:
     """False only if no job at all could find room there, apart from withheld capacity. A quick check: True may still be wrong."""
     if machine.trouble:
         return False
@@ -327,8 +330,8 @@ def withhold(
     machines: Iterable[Machine],
     *,
     job_id: str,
-    held: Held = NOTHING_HELD,
-) -> Held:
+    held: WithheldCapacity = NOTHING_WITHHELD,
+) -> WithheldCapacity:
     """Choose capacity to withhold for a waiting job, in addition to that `held` for earlier jobs; none if it could not run even on idle
     machines.
 
@@ -351,9 +354,9 @@ def withhold(
         if len(seats) >= resources.machines:
             choices.append(sorted(seats, key=lambda rated: rated[0])[: resources.machines])
     if not choices:
-        return NOTHING_HELD
+        return NOTHING_WITHHELD
     best = min(choices, key=lambda seats: sum(missing for (missing, _, _), _ in seats))
-    return Held(
+    return WithheldCapacity(
         {gpu.gpu_id: job_id for _, seat in best for gpu in seat.gpus},
         {(seat.vm_id, seat.slot): job_id for _, seat in best if seat.slot is not None},
     )
@@ -362,7 +365,9 @@ def withhold(
 # --- one machine ----------------------------------------------------------------------------------
 
 
-def _find_seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_seat(
+    resources: Resources, machine: Machine, held: WithheldCapacity, avoid: Avoid
+) -> Seat | str:
     """The job's seat on this machine, or the reason why it gets none."""
     if reason := _unfit_reason(resources, machine) or _promised_shortage(resources, machine):
         return reason
@@ -442,7 +447,9 @@ def _promised_shortage(resources: Resources, machine: Machine) -> str | None:
     return None
 
 
-def _find_slot(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_slot(
+    resources: Resources, machine: Machine, held: WithheldCapacity, avoid: Avoid
+) -> Seat | str:
     """A free slot of the machine, or why there is none."""
     if resources.oversubscribe:  # numbers that no slot of a machine has
         avoided = {slot for vm_id, slot in avoid.slots if vm_id == machine.vm_id}
@@ -548,7 +555,7 @@ def _seat_cost(
 # --- withholding ----------------------------------------------------------------------------------
 
 
-def _nearest_seat(resources: Resources, machine: Machine, held: Held) -> Seat | None:
+def _nearest_seat(resources: Resources, machine: Machine, held: WithheldCapacity) -> Seat | None:
     """The seat that would be free soonest if nothing new started; None: there is none even on an idle machine."""
     if _unfit_reason(resources, machine):
         return None
@@ -581,7 +588,7 @@ def _missing(resources: Resources, machine: Machine, seat: Seat) -> int:
 
 
 def _blocked_reasons(
-    resources: Resources, machines: Sequence[Machine], held: Held, avoid: Avoid
+    resources: Resources, machines: Sequence[Machine], held: WithheldCapacity, avoid: Avoid
 ) -> Blocked:
     """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
@@ -594,7 +601,7 @@ def _blocked_reasons(
     for of_vendor in fleets:
         seats = [_find_seat(resources, machine, held, avoid) for machine in of_vendor]
         willing_count = max(willing_count, sum(isinstance(seat, Seat) for seat in seats))
-        nearest = [_nearest_seat(resources, machine, NOTHING_HELD) for machine in of_vendor]
+        nearest = [_nearest_seat(resources, machine, NOTHING_WITHHELD) for machine in of_vendor]
         fitting_count = max(fitting_count, sum(seat is not None for seat in nearest))
         refusals += [
             (machine.vm_id, seat)

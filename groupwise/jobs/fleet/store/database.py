@@ -403,7 +403,7 @@ _SQLITE_REMEDIES = {
     sqlite3.SQLITE_READONLY: "Give this user the right to write to the file and its folder.",
     sqlite3.SQLITE_CANTOPEN: "See that its folder is there and may be written to.",
     sqlite3.SQLITE_CORRUPT: "The file is damaged: restore it from a copy.",
-    sqlite3.SQLITE_NOTADB: "The file is no SQLite database: name another, or restore it from a copy.",
+    sqlite3.SQLITE_NOTADB: "The file is not an SQLite database: name another, or restore it from a copy.",
     sqlite3.SQLITE_IOERR: "Its disk fails to read or write; see the system's log.",
 }
 _FULL_DISK_ERRORS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)

@@ -98,7 +98,8 @@ def parse(text: str) -> URL:
     except (
         ArgumentError,
         ValueError,
-    ):  # its message may hold parts of the URL, so it is not passed on
+    ):
+        # The message of the error may hold parts of the URL, so it is not passed on.
         raise UsageError(
             f"The database URL that begins with {scheme}:// cannot be read; expected is {_FORMS}. "
             "Characters like @ : / in a password are written as %40 %3A %2F."
@@ -131,9 +132,8 @@ def read_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         return dict(TOO_DEEP)
-    except (
-        ValueError
-    ):  # PostgreSQL keeps nothing else that Python does not read, while SQLite keeps anything
+    except ValueError:
+        # PostgreSQL keeps nothing else that Python does not read, while SQLite keeps anything.
         return dict(UNREADABLE)
 
 
@@ -147,7 +147,7 @@ def strict_json(text: str) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 TOO_DEEP = {"nested": "too deep to be read"}

@@ -408,11 +408,10 @@ def _time_rules() -> Iterator[Rule]:
 def _machine_rules(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
     conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
-    # SQL condition: the id is no name by the pattern of `api/schemas/fleet.py`.
+    # SQL condition: the id is not a name by the pattern of `api/schemas/fleet.py`.
     no_name = f"NEW.vm_id !~ '{NAME}'"
-    if (
-        dialect == "sqlite"
-    ):  # which stores any type in any column; its GLOB stops at a NUL and cannot count bytes
+    # SQLite stores any type in any column; its GLOB stops at a NUL and cannot count bytes.
+    if dialect == "sqlite":
         no_name = (
             "typeof(NEW.vm_id) <> 'text' OR length(CAST(NEW.vm_id AS BLOB)) NOT BETWEEN 1 AND 63 OR instr(NEW.vm_id, char(0)) > 0 "
             "OR NEW.vm_id GLOB '[._-]*' OR NEW.vm_id GLOB '*[^A-Za-z0-9._-]*'"

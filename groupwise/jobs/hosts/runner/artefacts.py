@@ -211,7 +211,7 @@ class Artefacts:
             return self._refuse(path, "unreadable")
         except OSError:
             return self._refuse(path, "broken")
-        except RequestRejected:  # it is no plain file any more
+        except RequestRejected:  # it is not a plain file any more
             sha = None
         if sha is None:
             return self._refuse(path, "changing")
@@ -238,9 +238,8 @@ def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] 
     verifies them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
     hashed[checkpoint.manifest] = None
-    with contextlib.suppress(
-        OSError, RequestRejected
-    ):  # the checkpoint was replaced or removed meanwhile
+    # The checkpoint was replaced or removed meanwhile.
+    with contextlib.suppress(OSError, RequestRejected):
         hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
     if hashed[checkpoint.manifest] is None:
         return None

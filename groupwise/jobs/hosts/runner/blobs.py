@@ -12,8 +12,8 @@ from groupwise.jobs.hosts.runner.files import make_folder, remove_file, sync_fol
 from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
 from groupwise.jobs.hosts.runner.protocol import (
     LaunchRefused,
+    RequestProgress,
     RequestRejected,
-    Work,
     blobs_of,
     shas_of,
 )
@@ -56,7 +56,7 @@ def hash_of(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     while True:
         data = file.read(1 << 20)
-        Work.done += 1
+        RequestProgress.done += 1
         if not data:
             return digest.hexdigest()
         digest.update(data)
@@ -84,7 +84,7 @@ def receive_blob(
                 digest.update(data)
                 file.write(data)
                 remaining -= len(data)
-                Work.done += 1
+                RequestProgress.done += 1
             if digest.hexdigest() != sha:
                 raise RequestRejected("bad_blob", f"{sha}: the bytes sent have another hash")
             file.flush()
@@ -108,7 +108,7 @@ def publish_blob(temporary: str, path: str) -> None:
     except BaseException:
         remove_file(temporary)
         raise
-    Work.done += 1
+    RequestProgress.done += 1
     sync_folder(os.path.dirname(path))
 
 

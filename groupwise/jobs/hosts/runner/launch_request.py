@@ -144,7 +144,7 @@ class LaunchRequest:
         ]
         for name, value in values:
             if not ENVIRONMENT_NAME.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-                yield f"{name!r:.80} is no environment variable, or its value is no text"
+                yield f"{name!r:.80} is not an environment variable, or its value is not text"
         for name in self.spec.get("secrets") or ():
             if name not in self.secrets:
                 yield f"the secret {name} has no value"
@@ -157,7 +157,7 @@ class LaunchRequest:
             try:
                 parts_of(path)
             except RequestRejected:
-                yield f"{path!r:.200} is no path inside the working folder"
+                yield f"{path!r:.200} is not a path inside the working folder"
         for path, entry in manifest.items():
             if (
                 len(entry) != 3

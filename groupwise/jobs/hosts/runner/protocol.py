@@ -314,7 +314,7 @@ def arguments_of(value: object) -> list[str]:
     return arguments
 
 
-class Work:
+class RequestProgress:
     """Counts the work that the current request has done. Signs of life are sent only while the count grows, so a hanging disk stops
     them."""
 

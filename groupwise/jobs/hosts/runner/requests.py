@@ -33,8 +33,8 @@ from groupwise.jobs.hosts.runner.processes import find_program, path_of
 from groupwise.jobs.hosts.runner.protocol import (
     PROTOCOL,
     SPOKEN,
+    RequestProgress,
     RequestRejected,
-    Work,
     arguments_of,
     as_bytes,
     seconds_of,
@@ -147,7 +147,7 @@ def signs_of_life() -> Generator[None, None, None]:
     working = threading.Lock()
 
     def send_signs() -> None:
-        work_done = Work.done
+        work_done = RequestProgress.done
         with contextlib.suppress(OSError):  # the caller disconnected; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
                 work_done = send_sign(work_done)
@@ -165,7 +165,7 @@ def signs_of_life() -> Generator[None, None, None]:
 
 def send_sign(done_before: int) -> int:
     """Send a sign of life if more work was done than `done_before`; returns the amount of work done now."""
-    done = Work.done
+    done = RequestProgress.done
     if done != done_before:
         os.write(1, b"\n")
     return done

@@ -10,7 +10,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.protocol import RequestRejected, Work, as_list, is_utf8
+from groupwise.jobs.hosts.runner.protocol import RequestProgress, RequestRejected, as_list, is_utf8
 
 if TYPE_CHECKING:
     from typing import Any
@@ -102,7 +102,7 @@ def open_regular(work: str, path: str) -> int:
     fd = open_inside(work, path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise RequestRejected("refused_path", f"{path} is no plain file", kind="folder")
+        raise RequestRejected("refused_path", f"{path} is not a plain file", kind="folder")
     return fd
 
 
@@ -146,7 +146,7 @@ class Walk:
             return
         for name in names:
             self.entry_count += 1
-            Work.done += 1
+            RequestProgress.done += 1
             child_path = f"{path}/{name}"
             if self.entry_count > self.max_entries:
                 self.refused[path] = "too_many"

@@ -123,7 +123,7 @@ class OpenEnv:
     def _actions(
         self, message: dict[str, Any]
     ) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[dict[str, Any]]]:
-        """The actions of a message, each with the beginning of its answer; and answers to what is no action."""
+        """The actions of a message, each with the beginning of its answer; and answers to what is not an action."""
         text = message.get("content") or ""
         if self._action == "tools":
             return [

@@ -151,7 +151,7 @@ async def test_it_ends_where_the_run_does_and_asks_again_for_what_expired() -> N
     assert server.draws[:3] == [0, 1, 1]
 
 
-async def test_what_cannot_be_scored_teaches_nothing_and_three_in_a_row_end_it(
+async def test_unscored_groups_are_given_up_and_three_in_a_row_end_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def odd(answer: list[int], **_: Any) -> list[float]:

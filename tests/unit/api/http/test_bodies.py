@@ -44,7 +44,7 @@ async def test_a_small_body_does_not_fill_the_memory():
     (BODY, "gzip", "unsupported_media_type"), (gzip.compress(BODY)[:-1], "gzip", "unsupported_media_type"),
     (gzip.compress(BODY) * 2, "gzip", "unsupported_media_type"), (BODY, "br", "unsupported_media_type"),
 ], ids=["long", "bomb", "plain", "cut", "twice", "brotli"])  # fmt: skip
-async def test_what_cannot_be_unpacked_is_refused(body, encoding, code):
+async def test_bodies_that_cannot_be_decompressed_are_refused(body, encoding, code):
     with pytest.raises(Refusal) as refused:
         await read(body, encoding)
     assert refused.value.code == code

@@ -18,7 +18,7 @@ def test_bodies_that_ask_the_same_have_one_hash() -> None:
     assert body_hash(b"") != body_hash(b"{")
 
 
-def test_what_is_no_key_is_refused() -> None:
+def test_invalid_idempotency_keys_are_refused() -> None:
     for key in ("", "x" * 256, "ü", "a\tb"):
         with pytest.raises(Refusal):
             idempotency_key({"Idempotency-Key": key})

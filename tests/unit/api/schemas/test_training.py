@@ -97,7 +97,7 @@ def test_wrong_fields_are_named(model: Any, body: Any, field: str, told: str) ->
     assert any(error.field == field and told in error.message for error in errors), errors
 
 
-def test_what_was_given_is_not_repeated() -> None:
+def test_validation_errors_do_not_repeat_the_given_values() -> None:
     secret = "gw-secret-7d1f"
     with pytest.raises(ValidationError) as wrong:
         StartRequest.model_validate(

@@ -60,7 +60,7 @@ def test_no_command_changes_the_tables_of_a_fleet_that_runs(
 # --- submitting
 
 
-def test_what_gpus_may_name(seen: Command, folder: Path) -> None:
+def test_gpus_can_be_named_by_model_index_or_uuid(seen: Command, folder: Path) -> None:
     def write(session: Session) -> None:
         for uuid, model in ((AMD, "AMD Instinct MI300X"), (NVIDIA, "NVIDIA H100 PCIe")):
             session.add(GPU(vm_id="vm-1", index=0, uuid=uuid, model=model))
@@ -376,7 +376,7 @@ def test_mistakes_are_told(still: Command) -> None:
             f"less than or equal to {MAX_LINES}",
         ),
         (add, "NAME as `ssh NAME` has it"),
-        ((*add, "--host", "h h"), "is no name of a host"),
+        ((*add, "--host", "h h"), "is not a name of a host"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "is SHA256: and 43 characters"),
         ((*add, "--slots", "2"), "name it, as --engine slurm"),

@@ -161,7 +161,9 @@ def test_logs(ways: BothWays, jobs: dict[str, str]) -> None:
         assert (code, out, jobs[job] in err) == (0, "", True)
 
 
-def test_what_was_left_is_fetched(ways: BothWays, jobs: dict[str, str], tmp_path: Path) -> None:
+def test_fetch_writes_the_files_of_a_job(
+    ways: BothWays, jobs: dict[str, str], tmp_path: Path
+) -> None:
     for ask in (ways.here, ways.afar):
         shutil.rmtree(tmp_path / "to", ignore_errors=True)
         code, out, err = ask("fetch", jobs["done"], "--to", str(tmp_path / "to"))

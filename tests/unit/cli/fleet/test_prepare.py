@@ -111,7 +111,7 @@ def test_a_dry_run_prints_a_lock_and_does_nothing(trusted: Command, builds: list
     assert builds == []
 
 
-def test_what_is_refused_shows_no_secret(trusted: Command, builds: list[str]) -> None:
+def test_refused_prepare_options_show_no_secret(trusted: Command, builds: list[str]) -> None:
     for words, why in (
         (["--index-url", "https://me:hush@x/simple"], "--secret PIP_INDEX_URL=env:NAME"),
         (["--secret", "PIP_INDEX_URL=https://me:hush@x"], "a secret is named"),

@@ -36,7 +36,7 @@ def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
     ("slurm:/scratch,http://h:1", "a place is expected"), ("local:here", "a place is expected"),
     ("moon", "ray:USER@HOST:PORT/SHARED,ADDRESS"),
 ])  # fmt: skip
-def test_what_is_no_place_is_told_with_what_one_is(word: str, why: str) -> None:
+def test_an_invalid_place_is_refused_with_the_expected_form(word: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         LaunchedJob(name="j", at=word).note()
 

@@ -26,7 +26,7 @@ BACKEND = "model.backend=unsloth"
     "load_in_4bit and load_in_8bit are both true"), ("model.mesh=[1,1]", "no effect with the backend unsloth"),
     ("model.dtype=tf32", r"model\.dtype is tf32"),
 ])  # fmt: skip
-def test_what_cannot_take_effect_is_refused(load: Any, word: str, told: str) -> None:
+def test_settings_that_unsloth_ignores_are_refused(load: Any, word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load({"model": {"name": "tiny"}}, [BACKEND, "model.load_in_4bit=true", word])
 

@@ -123,7 +123,7 @@ async def test_an_unreadable_answer_ends_all_workers(own):
 
 
 @pytest.mark.parametrize(("there", "sees_gpus"), [("0,1", True), ("0,1", False), ("", True)])
-def test_what_is_made_sees_no_gpu(monkeypatch, there, sees_gpus):
+def test_forked_workers_see_no_gpu(monkeypatch, there, sees_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
     ranks = ForkedWorkers(sees_gpus=sees_gpus)
     ranks.start()
@@ -169,7 +169,7 @@ async def test_a_rank_that_computes_is_noticed_and_ended(own):
     assert all_gone(own.processes)
 
 
-async def test_nothing_is_left_after_close():
+async def test_close_ends_all_processes_and_fails_waiting_calls():
     ranks = started()
     stuck = asyncio.create_task(ranks.call(0, "stuck"))
     await ranks.call(1, "add")

@@ -280,7 +280,7 @@ async def test_a_dropped_adapter_frees_its_tensors(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 @IN_ONE
-async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, alone):
+async def test_an_adapter_that_cannot_be_created_leaves_no_trace(processes, tmp_path, alone):
     wanted = await alone("attention")
     base, models = await base_of(processes, most=2)
     with closing(base):

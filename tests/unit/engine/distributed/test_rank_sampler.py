@@ -69,7 +69,7 @@ async def test_ranks_rest_only_while_nothing_is_sampled(two, monkeypatch):
     assert await sampled(two, asked) == wanted
 
 
-async def test_what_is_given_up_is_given_up_in_the_ranks(two):
+async def test_a_cancelled_request_is_cancelled_in_the_ranks(two):
     (asked,) = requests(groups=1)
     before = await sampled(two, [asked])
     for waits in (0, 1, 20):

@@ -74,7 +74,7 @@ TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
     (TWO, {"distributed": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
     (TWO, {"distributed": {**DIVIDED, "samplers": 0}}, r"distributed\.samplers is 0"),
 ])  # fmt: skip
-def test_what_does_not_go_together(given, more, words):
+def test_conflicting_settings_of_several_processes_are_refused(given, more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**given, **more})
 
@@ -93,7 +93,7 @@ def test_each_learner_needs_room_for_its_part_of_the_weights():
     alone = {"learners": 2, "strategy": "fsdp2"}
     config = load_sft_config({"model": {"name": "tiny"}, "distributed": alone}).config
     layout = placement.supervised_layout(config)
-    assert (layout.parts, layout.sharing) == (2, 1)
+    assert (layout.weight_shards, layout.processes_per_model) == (2, 1)
     base = prefork.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20
     assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
 

@@ -181,7 +181,7 @@ def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, capl
 
 
 @pytest.mark.parametrize("compute", WAYS)
-def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, make_rows, compute):
+def test_excluded_tokens_are_masked_in_their_own_row_and_place(decoder, make_rows, compute):
     barred = (0, 1, 101)
     rows = [
         replace(row, withheld=spans(index, len(row.completion_ids), barred))

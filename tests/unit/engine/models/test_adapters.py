@@ -75,7 +75,7 @@ def test_lora_settings_that_contradict_the_adapter_are_refused(adapter, given, t
         check_adapter(starting(adapter), LoraConfig(**given), "--init-from")
 
 
-def test_what_is_not_there_or_excludes_an_adapter_is_refused(adapter, no_loading):
+def test_a_missing_damaged_or_excluded_adapter_is_refused(adapter, no_loading):
     check_adapter(TINY, LoraConfig())
     assert adapter_folder(TINY) is None
     with pytest.raises(ModelError, match="/nope"):

@@ -54,7 +54,7 @@ def front(card: str) -> dict[str, Any]:
     return YAML(typ="safe").load(card.split("---\n")[1])
 
 
-def test_what_the_hub_reads(tmp_path, weights):
+def test_the_front_matter_of_a_model_card(tmp_path, weights):
     run = run_folder(tmp_path / "runs", run={"license": "apache-2.0", "dir": "x"})
     assert front(model_card(run, weights, 8)) == {
         "base_model": "lab/base", "library_name": "peft", "license": "apache-2.0", "pipeline_tag": "text-generation",

@@ -153,7 +153,7 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
     ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
     ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
 ])  # fmt: skip
-def test_what_cannot_be_right_is_refused(family, messages, said):
+def test_chats_that_a_template_cannot_mask_are_refused(family, messages, said):
     with pytest.raises(TaskError, match=said):
         masked(family, messages)
 

@@ -120,7 +120,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(more, role):
         {"content": ""}, {"content": None}, {"content": "x", "tool_calls": [{}]})),
     ([{"role": "assistant", "content": "Hi"}], "nothing is asked before"), ([], "^The conversation has no message"),
 ])  # fmt: skip
-def test_what_cannot_be_gone_on_with_is_refused(messages, problem):
+def test_a_chat_that_cannot_be_continued_is_refused(messages, problem):
     with pytest.raises(TaskError, match=problem):
         prompt_text(chat_tokenizer("chatml"), Chat(messages))
 

@@ -230,7 +230,7 @@ def test_ids_and_texts(pair, text, special):
     assert untouched(fast)
 
 
-def test_what_it_knows_of_its_tokens(pair):
+def test_tokens_and_special_tokens_are_those_of_transformers(pair):
     fast, whole = pair
     assert (len(fast), fast.get_vocab()) == (len(whole), whole.get_vocab())
     for name in (

@@ -36,7 +36,7 @@ def test_a_full_disk_is_an_os_error(tmp_path):
 
 
 @pytest.mark.parametrize("read", [read_tensors, read_shapes])
-def test_what_cannot_be_read_is_explained(tmp_path, read):
+def test_missing_and_damaged_files_are_reported(tmp_path, read):
     with pytest.raises(ModelError, match="no x in"):
         read(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"{" * 100)
@@ -66,7 +66,7 @@ def test_a_model_may_stand_in_several_files(tmp_path):
     ("config.json", {"experts_implementation": {"a": "deepgemm"}}), ("config.json", {"text_config": {"backbone": "owner/name"}}),
     ("adapter_config.json", {"auto_map": "x"}), ("tokenizer_config.json", {"vocab_file": "/etc/passwd"}),
 ])  # fmt: skip
-def test_what_is_sent_names_no_code_and_no_file_outside(tmp_path, file, content):
+def test_uploaded_configs_with_code_or_outside_files_are_refused(tmp_path, file, content):
     (tmp_path / "sent").mkdir()
     write_tensors({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "sent" / file).write_text(json.dumps(content))

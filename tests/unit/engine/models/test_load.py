@@ -116,7 +116,7 @@ def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, file,
         (T5Config(), "t5, which transformers"),
     ],
 )
-def test_what_is_no_language_model_is_refused(tmp_path, config, told):
+def test_models_of_images_and_encoder_decoders_are_refused(tmp_path, config, told):
     config.save_pretrained(tmp_path)
     for load in (load_model, meta_model):
         arguments = ("float32",) if load is load_model else ()

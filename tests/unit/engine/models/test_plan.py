@@ -143,7 +143,7 @@ import asyncio, json, sys, tempfile
 from contextlib import closing
 from pathlib import Path
 from benchmarks import step
-from benchmarks.work import Work
+from benchmarks.work import Workload
 from groupwise.training import placement
 from groupwise.training.assembly.start import training_parts
 from groupwise.training.loops.rl_prepare import planned_sizes
@@ -164,7 +164,7 @@ async def one_step(parts):
     await step.one_step(parts, step.requests(WORK, 0), 0)
 
 
-WORK = Work((40, 60), 4, 33)
+WORK = Workload((40, 60), 4, 33)
 config = step.config_of(WORK, sys.argv[1], threads=1, processes=1)
 layout = placement.choose_layout(config, WORK.longest)
 planned = planned_sizes(config, layout).memory

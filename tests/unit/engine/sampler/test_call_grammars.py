@@ -199,7 +199,7 @@ WIDE = json.dumps({"type": "object", "properties": {f"p{n}": {} for n in range(4
         (WIDE, "1000"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_with_its_tool(schema, said):
+def test_an_unsupported_tool_schema_is_refused_with_the_tools_name(schema, said):
     started = time.thread_time()
     for calls in (CallGrammar((("bad", schema),)), CallGrammar((TOOLS[0], ("bad", schema)))):
         with pytest.raises(UsageError, match=f"'bad'.*{said}"):

@@ -213,7 +213,7 @@ TRUNCATIONS = st.builds(
 
 
 @given(st.lists(TRUNCATIONS, min_size=1, max_size=6), st.integers(0, 1000))
-def test_what_is_left_is_what_the_definitions_say(params, seed):
+def test_truncation_keeps_the_tokens_of_its_definition(params, seed):
     logits = wide_logits(len(params), 60, seed)
     temperatures = torch.tensor([each.temperature for each in params])
     found = truncate(logits, temperatures, params)

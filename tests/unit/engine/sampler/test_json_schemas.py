@@ -122,7 +122,7 @@ async def test_a_schema_that_grows_too_complex_fails_its_own_group(make_sampler,
         ({"not": {"type": "string"}, "x-guidance": {"lenient": True}}, "not"),
     ],
 )
-async def test_what_cannot_be_enforced_is_refused(make_sampler, schema, said):
+async def test_unsupported_json_schemas_are_refused(make_sampler, schema, said):
     with pytest.raises(UsageError, match=said):
         compile_schema(json.dumps(schema))
     sampler = make_sampler()

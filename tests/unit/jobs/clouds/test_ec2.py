@@ -44,7 +44,7 @@ def refusal(code: str) -> ClientError:
 @pytest.mark.parametrize(
     "passes", [refusal("RequestLimitExceeded"), EndpointConnectionError(endpoint_url="x")]
 )
-def test_what_passes_by_itself_is_tried_again_a_few_times(passes: Exception) -> None:
+def test_temporary_errors_of_ec2_are_retried_a_few_times(passes: Exception) -> None:
     asked, client = aws(passes, passes, {"Account": "7"})
     assert asked.account() == "7"
     assert len(client.asked) == 3

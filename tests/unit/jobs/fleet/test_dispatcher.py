@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet import dispatcher as dispatchers
 from groupwise.jobs.fleet.attempts import records
-from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.attempts.decide import ObservedState, OrphanAction, orphan_action
 from groupwise.jobs.fleet.attempts.effects import Side
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.jobs.fleet.machines import observation
@@ -525,7 +525,10 @@ async def test_a_live_attempt_is_left_alone_whichever_machine_reports_it(
     """Machines that share a home folder report each other's attempts."""
     async with job_running(fleet, fleet.dispatcher()):
         known = fleet.database.read(lambda s: records.known_jobs(s, ["job"]))["job"]
-        assert stray(epoch_of(fleet, "job"), Reading.RUNNING, known) is Stray.LEAVE
+        assert (
+            orphan_action(epoch_of(fleet, "job"), ObservedState.RUNNING, known)
+            is OrphanAction.LEAVE
+        )
 
 
 def _launch(job: str, epoch: int) -> dict[str, Any]:
@@ -677,7 +680,7 @@ def stuck(fleet: InProcessFleet) -> list[str]:
 
 NOT_TAKEN = [
     OSError(errno.ENOSPC, "No space left on device"),
-    BadAnswer("the answer is no JSON"),
+    BadAnswer("the answer is not JSON"),
     OutcomeUnknown("no answer within 300 s"),
 ]
 
@@ -725,7 +728,7 @@ async def test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give(
         (RunnerState.QUEUED, RunnerState.RUNNING, ["void", "kill"]),  # that was quicker
     ],
 )
-async def test_what_is_over_and_waits_for_an_engine_never_begins(
+async def test_an_ended_attempt_in_an_engines_queue_is_voided_or_killed(
     before: RunnerState, after: RunnerState, asked: list[str]
 ) -> None:
     told: list[str] = []

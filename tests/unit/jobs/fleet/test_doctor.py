@@ -36,7 +36,7 @@ def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Findi
     return {seen.name.removeprefix("gpu-1 "): seen for seen in found}
 
 
-def test_what_is_wrong_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_problem_of_a_machine_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_packed_here", lambda: "abc")
     torch, env = {"groupwise": HERE, "torch": "2"}, "environment"
     wrong: tuple[tuple[dict[str, Any], int, str, str, str], ...] = (
@@ -132,7 +132,7 @@ def test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say(
     assert look(set_url) == look(None)
 
 
-def test_what_is_secret_in_an_address_is_written_nowhere(
+def test_the_password_in_an_address_is_written_nowhere(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "nats://ada:canary@told:4222"

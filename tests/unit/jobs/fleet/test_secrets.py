@@ -82,7 +82,7 @@ def test_a_link_is_followed_within_the_folder_and_not_out_of_it(folder: Path) ->
         assert CANARY not in str(error.value)
 
 
-def test_what_is_no_text_that_can_be_a_variable(folder: Path) -> None:
+def test_secret_files_that_hold_no_usable_text_are_refused(folder: Path) -> None:
     allowed = FleetPlace(folder, FleetSettings()).secrets
     place = folder / "secrets"
     os.mkfifo(place / "pipe")  # whoever opened it plainly would wait for ever

@@ -98,7 +98,7 @@ async def test_a_webhook_posts_the_nats_message_with_an_idempotency_key(
 
 
 @pytest.mark.parametrize("failure", [500, 302, httpx2.ConnectError("refused")])
-async def test_what_fails_is_tried_again_with_growing_pauses_and_given_up(
+async def test_failed_deliveries_are_retried_with_growing_pauses_then_dropped(
     database: Database, world: World, outlet: WebhookOutlet, failure: int | Exception
 ):
     world.answers = [failure] * 100

@@ -33,7 +33,7 @@ def test_a_runner_of_another_release_may_say_more_or_less() -> None:
     assert long is not None and len(long.holder or "") == answers.LONGEST  # noqa: PT018
 
 
-def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
+def test_answers_with_wrong_types_are_rejected() -> None:
     odd: dict[str, list[object]] = {
         "job": [3, None], "epoch": ["7", True], "state": ["dancing", None], "log_size": ["many"],
         "pid": [[1]], "same_boot": [1],
@@ -91,9 +91,7 @@ OBSERVATION: dict[str, Any] = {
         ({"job": "no name\0"}, "no name\0.7"),
     ],
 )
-def test_what_cannot_be_an_attempt_is_a_folder_and_hides_none(
-    odd: dict[str, Any], name: str
-) -> None:
+def test_an_invalid_attempt_name_is_reported_as_a_folder(odd: dict[str, Any], name: str) -> None:
     seen = answers.parse_observation(OBSERVATION | {"attempts": [STATE | odd, STATE]})
     assert [each.job for each in seen.attempts] == [STATE["job"]]
     assert [each.detail for each in seen.quarantined] == ["attempts/x", name]

@@ -133,7 +133,7 @@ async def test_a_large_blob_travels_in_batches_and_goes_on_with_the_parts_that_a
     ([True, False, True, True], b"onethre"), ([True, False, True, True], b"onethree!"), ([True, False, True], b"one"),
     ([True, False, True, True, True], b"onethree"), ([1, False, True, True], b"onethree"), ("TFTT", b"onethree"), (None, b""),
 ])  # fmt: skip
-async def test_what_does_not_agree_with_what_was_asked_for_is_no_answer(
+async def test_answers_that_do_not_match_the_request_are_rejected(
     whole: Any, payload: bytes
 ) -> None:
     files = {name: FileEntry(sha(data), 0o644, len(data)) for name, data in SMALL.items()}

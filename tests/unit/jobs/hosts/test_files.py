@@ -161,7 +161,7 @@ def test_one_at_a_time_receives_a_blob_and_goes_on_after_a_crash(store: BlobStor
     assert sha(b"right") not in store
 
 
-def test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not(
+def test_only_unreferenced_old_blobs_are_collected(
     store: BlobStore,
 ) -> None:
     kept, asked, old = (store.put(data) for data in (b"kept", b"asked", b"old!"))
@@ -207,7 +207,7 @@ def test_who_puts_or_asks_for_what_was_fetched_has_it_spared_for_a_day(
     assert sha(b"both") in store
 
 
-def test_what_is_needed_is_told_until_its_process_ends(store: BlobStore) -> None:
+def test_needed_blobs_stay_listed_until_their_process_ends(store: BlobStore) -> None:
     assert store.all_needed() == set()
     with store.needed(["a" * 64, "b" * 64]), store.needed(["c" * 64]):
         assert store.all_needed() == {"a" * 64, "b" * 64, "c" * 64}

@@ -107,7 +107,7 @@ def test_small_things_without_number_are_none() -> None:
             read(announced(b'{"x": [' + many * 900 + b"0]}"))
 
 
-def test_what_no_database_takes_does_not_come_through() -> None:
+def test_nul_and_lone_surrogates_are_replaced_in_answers() -> None:
     for document in ('{"a": "\\u0000"}'.encode("utf-16"), b'{"a": "\xed\xa0\x80"}'):
         with pytest.raises(BadAnswer):
             read(announced(document))

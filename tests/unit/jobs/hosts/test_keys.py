@@ -110,7 +110,9 @@ def jump_of(found: Alias) -> tuple[str, int, str | None]:
     ("Host x\n ProxyCommand nc %h %p\n", "ProxyCommand"), ("Host x\n ProxyJump a,b\n", "several jump hosts"),
     ("Host x\n ProxyJump a\nHost a\n ProxyJump b\n", "several jump hosts"), ("Host x\n Port many\n", "ssh cannot say"),
 ])  # fmt: skip
-def test_what_cannot_be_followed_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_unsupported_options_of_an_ssh_config_are_refused(
+    text: str, why: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=why):
         resolve_alias("x", config=config(tmp_path, text))
 
@@ -125,8 +127,8 @@ def test_a_config_that_waits_is_not_waited_for(
 
 
 @pytest.mark.parametrize("name", ["", "-oProxyCommand=true", "a b", "a\0b"])
-def test_what_is_no_name_never_reaches_ssh(name: str) -> None:
-    with pytest.raises(UsageError, match="no name of a host"):
+def test_an_invalid_host_name_never_reaches_ssh(name: str) -> None:
+    with pytest.raises(UsageError, match="not a name of a host"):
         resolve_alias(name)
 
 

@@ -175,7 +175,7 @@ async def test_what_ray_forgot_or_gave_up_is_submitted_again_as_it_was(
 @pytest.mark.parametrize(
     ("status", "truth"), [("RUNNING", RunnerState.RUNNING), ("FAILED", RunnerState.LOST)]
 )
-async def test_what_seems_lost_is_only_where_ray_has_it_no_more(
+async def test_an_attempt_is_lost_only_if_ray_has_no_such_job(
     status: str, truth: RunnerState
 ) -> None:
     """What else of it there is to say `test_slurm.py` says of every engine."""
@@ -190,7 +190,9 @@ async def test_what_seems_lost_is_only_where_ray_has_it_no_more(
 @pytest.mark.parametrize(("engine", "address"), [
     (WORD, "http://10.0.0.7:8265"), ("ray:10.0.0.7:8265", ADDRESS), ("ray:another:8265", ADDRESS), ("slurm", ADDRESS),
 ])  # fmt: skip
-async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: str) -> None:
+async def test_a_job_of_another_engine_is_not_submitted_or_stopped(
+    engine: str, address: str
+) -> None:
     head = RaysHead(engine=engine)
     assert (await head(address).status("j", 1)).state is RunnerState.QUEUED
     await head(address).void("j", 1)

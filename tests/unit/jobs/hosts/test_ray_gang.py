@@ -162,7 +162,7 @@ def test_a_member_that_ignores_sigterm_is_killed(
     wait_until(lambda: gang.actors[1].machine.ended() == 128 + signal.SIGKILL)
 
 
-def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_gang_end_with_their_leader(tmp_path: Path) -> None:
     """However that ended."""
     text = Path(ray_gang.__file__).read_text().partition("\nif __name__")[0]
     (tmp_path / "begin.sh").write_text(f"echo $$ >{tmp_path}/pid\n{LIVES}")

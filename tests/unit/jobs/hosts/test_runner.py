@@ -321,7 +321,7 @@ CANNOT_RUN: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_run_is_refused_for_good(here: Machine) -> None:
+def test_a_launch_that_cannot_run_is_refused_every_time(here: Machine) -> None:
     for epoch, (fields, code, words) in enumerate(CANNOT_RUN, 1):
         told = here.launch("true", epoch=epoch, **fields)
         assert (told["state"], told["refused"]["code"]) == ("refused", code), fields

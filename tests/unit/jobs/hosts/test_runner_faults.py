@@ -311,7 +311,7 @@ def test_daemons_of_a_job_are_killed_when_it_ends(
     assert (found["clean"], found["holders"]) == (True, [])
 
 
-def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
+def test_processes_of_others_are_not_killed(here: Machine) -> None:
     own = os.getpid()  # runners of tests beside this one have a `job`, too, and attempts from 1 on
     others = [
         {"GROUPWISE_ATTEMPT": f"job.2{own}"},

@@ -32,7 +32,7 @@ from groupwise.jobs.hosts.runner.blobs import hash_of, protect_blob
 from groupwise.jobs.hosts.runner.ending import verb_sweep
 from groupwise.jobs.hosts.runner.locks import take_lock
 from groupwise.jobs.hosts.runner.observe import WatchedAttempt
-from groupwise.jobs.hosts.runner.protocol import RequestRejected, Work
+from groupwise.jobs.hosts.runner.protocol import RequestProgress, RequestRejected
 from groupwise.jobs.hosts.runner.requests import send_sign
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 from groupwise.jobs.hosts.runner.work_folder import open_inside, read_if_unchanged, read_inside
@@ -190,7 +190,9 @@ def test_artefacts_are_listed_and_read(either: Machine) -> None:
             read(either, path)
 
 
-def test_what_is_no_plain_file_inside_is_refused(here: Machine, tmp_path: Path) -> None:
+def test_links_pipes_and_files_outside_the_folder_are_refused(
+    here: Machine, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "key").write_text("canary")
@@ -385,7 +387,7 @@ def waits_for(asked: subprocess.Popen[bytes], folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("verb", ["manifest", "join"])
-def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) -> None:
+def test_long_requests_run_one_at_a_time(either: Machine, verb: str) -> None:
     """And who waits for another one ends with whoever asked."""
     body, folder = asked_twice(either, verb)
     with locked(folder):
@@ -405,7 +407,7 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
 
 
 def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    before = Work.done
+    before = RequestProgress.done
     assert send_sign(before) == before
     assert capfdbinary.readouterr().out == b""
     hash_of(io.BytesIO(b"x"))

@@ -56,7 +56,7 @@ def test_every_file_is_named_and_one_that_is_written_over_is_sealed_anew(tmp_pat
     assert set(said["files"]) == {"latest", "global_step4/shard.pt"}
 
 
-def test_what_could_not_travel_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_with_links_or_without_files_is_not_sealed(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-4")
     (folder / "best").symlink_to("global_step4")
     with pytest.raises(ValueError, match="best is a link"):

@@ -130,7 +130,7 @@ async def test_not_in_the_queue_it_may_be_on_its_way_for_a_while() -> None:
         ("", 1.0, True, None),  # on this machine its lock would be seen
     ],
 )
-async def test_what_seems_lost_is_only_where_both_are_silent(
+async def test_an_attempt_is_lost_only_if_slurm_and_its_heartbeat_are_silent(
     seen: str, queue: str, beat_age: float, same_boot: bool, truth: RunnerState | None
 ) -> None:
     cluster = Cluster(queue, state=seen, pid=3, beat_age=beat_age, same_boot=same_boot)
@@ -145,7 +145,7 @@ def tended(cluster: Cluster) -> SlurmRunner:
     return SlurmRunner(cluster, root="root", caller_watches=True)
 
 
-async def test_what_waits_goes_on_waiting_while_slurm_is_away() -> None:
+async def test_a_queued_job_stays_queued_while_slurm_does_not_answer() -> None:
     cluster = Cluster(age=SUBMISSION_GRACE * 100)
     cluster.answers["squeue"] = AWAY
     for found in (await tended(cluster).launch(LAUNCH), await tended(cluster).status("j", 1)):

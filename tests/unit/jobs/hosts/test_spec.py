@@ -58,7 +58,7 @@ def test_paths_that_leave_the_folder(path: str) -> None:
     ("spec", "word"),
     [
         *[
-            (JobSpec(("true",), environment={name: "x"}), "is no name")
+            (JobSpec(("true",), environment={name: "x"}), "is not a name")
             for name in ("", "1ST", "A B", "A=B", "A\0", "Ä", "a-b", "A" * 129)
         ],
         (JobSpec(()), "no command"),
@@ -78,7 +78,7 @@ def test_paths_that_leave_the_folder(path: str) -> None:
         (JobSpec(("true",), environment={"A": "1"}, secrets=("A",)), "one of the two"),
     ],
 )
-def test_what_no_machine_could_run(spec: JobSpec, word: str) -> None:
+def test_invalid_job_specs_have_one_problem_each(spec: JobSpec, word: str) -> None:
     (problem,) = problems(spec)
     assert word in problem
 

@@ -257,7 +257,7 @@ def test_too_much_is_refused_with_what_is_largest(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, {"weights.bin": "x" * 5000})
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         bundle(project / "none")
     monkeypatch.setattr(room, "MAX_BUNDLE_BYTES", 4000)
     with pytest.raises(UsageError, match=r"weights\.bin: 5 kB"):

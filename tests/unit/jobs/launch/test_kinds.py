@@ -142,8 +142,11 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
         ({"max_steps": 0, "learning_rate": -1.0}, ["--max_steps is 0", "--learning_rate is -1"]),
         ({"hyperparams": {"training.max_steps": 3}}, ["training.max_steps is --max_steps here"]),
         ({"hyperparams": {"beta": 0.1, "algorithm.epsilonn": 1}}, ["algorithm.beta", "epsilon"]),
-        ({"hyperparams": {"a=b": 1, "--x": 2}}, ["'a=b' is no key", "'--x' is no key"]),
-        ({"hyperparams": {"algorithm.beta": float("nan")}}, ["algorithm.beta is no finite number"]),
+        ({"hyperparams": {"a=b": 1, "--x": 2}}, ["'a=b' is not a key", "'--x' is not a key"]),
+        (
+            {"hyperparams": {"algorithm.beta": float("nan")}},
+            ["algorithm.beta is not a finite number"],
+        ),
         ({"hyperparams": {"algorithm": {"type": "/any/own.py:Mine"}}}, ["a class in a file"]),
     ],
     ids=str,

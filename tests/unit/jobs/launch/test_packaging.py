@@ -120,7 +120,7 @@ def test_results_are_fetched_from_inside_the_project(packs: Packs) -> None:
             packs(results=(path,))
 
 
-def test_what_is_taken_along_travels_though_a_run_made_it(packs: Packs, project: Path) -> None:
+def test_files_named_with_take_are_packed(packs: Packs, project: Path) -> None:
     """Not what is elsewhere, and a credential only if it is named itself."""
     packed = packs(take=("runs/warm/final", "task.py"))
     assert set(packed.bundle.files) == {"task.py", "sub/data.jsonl", "runs/warm/final/weights"}

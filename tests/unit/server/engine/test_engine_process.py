@@ -88,7 +88,7 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
     assert expected <= {*records}
     bugs = [message for _, message in records if "Traceback" in message]
     assert any("`divide` failed" in each for each in bugs)
-    assert not any("a key" in each for each in bugs), "what is raised on purpose is no bug"
+    assert not any("a key" in each for each in bugs), "what is raised on purpose is not a bug"
     assert capfd.readouterr() == ("", "")
 
 
@@ -155,7 +155,7 @@ async def test_a_silent_loop_is_ended_with_its_last_words_and_holds_nobody_up():
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_nothing_is_left_after_close(how):
+async def test_close_ends_all_processes_and_fails_waiting_calls(how):
     why = "The engine was closed."
     engine = await EngineProcess(
         FACTORY, environment={"TOY_CLOSE": how}, limits={"close": 0.1}

@@ -34,7 +34,7 @@ def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
     assert not folders.automatic_path(MODEL, 12).exists()
 
 
-def test_what_was_saved_is_found_and_forgotten_and_its_name_is_taken(tmp_path: Path) -> None:
+def test_a_saved_adapter_can_be_read_and_deleted_and_its_name_is_taken(tmp_path: Path) -> None:
     folders = SavedFolders(tmp_path)
     stored = saved(folders, "one", call=5)
     assert folders.read(stored) == Saved(SPEC, "f00d", 5)

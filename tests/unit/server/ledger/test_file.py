@@ -28,7 +28,7 @@ def test_a_new_file_has_the_newest_format_and_flushes_each_commit(tmp_path):
         open_file(tmp_path / "server.db")
 
 
-def test_what_is_no_ledger_is_refused(tmp_path):
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     Database.open_for_writing(tmp_path / "run.db").close()
     (tmp_path / "damaged.db").write_bytes(b"something else entirely" * 100)
     for name, message in (

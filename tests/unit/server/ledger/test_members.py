@@ -122,7 +122,7 @@ def test_a_group_that_is_over_or_too_old_gives_nothing(run):
     assert (hand_out(run, waiting), next_member(run, WHERE, 3)) == (False, None)
 
 
-def test_what_is_no_given_member_and_other_rewards_are_refused(run):
+def test_unknown_members_and_changed_rewards_are_refused(run):
     ids = ("g-0a", "g-0a-12", "chatcmpl-g-0a-0", "cmpl-g-0a", "chatcmpl-0a", "g-0a-x", "g-0a-1-2")
     assert [members.parse_id(id) for id in ids] == [
         *(

@@ -106,7 +106,7 @@ def test_a_duplicate_gets_the_first_answer_whatever_has_become_of_the_group(run,
     assert expect_refusal(much_later, "g-0", (1.0, None)).code == "already_rewarded"
 
 
-def test_what_takes_no_rewards_says_why(run):
+def test_rewards_of_a_group_that_takes_none_are_refused_with_the_reason(run):
     open_groups(run, 0, 1, 2, 3)
     give_up(run, "g-0")
     post(run, "g-2", include="hold")

@@ -212,7 +212,7 @@ NEVER = {
 }  # fmt: skip
 
 
-async def test_what_cannot_be_honoured_is_refused_by_its_own_name(tmp_path) -> None:
+async def test_unsupported_fields_of_responses_are_refused_by_name(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for key, value in NEVER.items():
             store = {"store": True} if key == "top_p" else {}

@@ -236,7 +236,7 @@ OTHER_TYPES = [
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"type": "custom"}]}],
-        "is no call of a function",
+        "is not a call of a function",
     ),
 ]
 
@@ -272,7 +272,7 @@ LIMITS = [
 """Path, the field that is beyond what the run takes, and its value."""
 
 
-async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
+async def test_unsupported_fields_of_completions_are_refused_by_name(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for path, key, value in CASES:
             error = await client.expect_refusal(400, path, {**PATHS[path], key: value})
@@ -350,7 +350,7 @@ async def test_the_effort_of_reasoning_is_the_templates_matter(tmp_path, monkeyp
         await client.expect_refusal(400, "/v1/chat/completions", both)
 
 
-async def test_what_changes_nothing_is_taken(tmp_path) -> None:
+async def test_fields_without_effect_are_accepted(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         harmless = {"/v1/chat/completions": HARMLESS_CHAT, "/v1/completions": HARMLESS_TEXT}
         for path, body in PATHS.items():

@@ -229,7 +229,7 @@ async def test_a_retry_takes_the_place_of_a_refused_attempt(tmp_path, monkeypatc
         assert answer["id"] == answered["id"].removesuffix("-0") + "-1"
 
 
-async def test_what_differs_cannot_share(tmp_path) -> None:
+async def test_requests_with_different_settings_cannot_share_a_group(tmp_path) -> None:
     async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
         named = {**KEPT, "metadata": {"group": "a"}}
         await client.ok("/v1/completions", named)
@@ -249,7 +249,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-async def test_what_cannot_be_kept_is_refused_by_its_field(tmp_path) -> None:
+async def test_completions_that_cannot_be_stored_are_refused_by_field(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         for field, wrong in WRONG.items():
             error = await client.expect_refusal(400, "/v1/completions", {**KEPT, **wrong})

@@ -282,7 +282,7 @@ async def test_calls_at_once_share_one_group(tmp_path) -> None:
         ({"metadata": {"trajectory": "t-2", "size": "3"}}, "settings_conflict"),
     ],
 )
-async def test_what_does_not_fit_is_refused(tmp_path, change, code) -> None:
+async def test_a_call_that_does_not_fit_its_trajectory_is_refused(tmp_path, change, code) -> None:
     async with asking(tmp_path) as (_, client):
         await turn(client, "t-1")
         metadata = {"trajectory": "t-1", "group": "s", "size": "2", **change.get("metadata", {})}

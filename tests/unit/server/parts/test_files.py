@@ -53,7 +53,7 @@ def test_pieces_make_a_file_and_may_come_again(files: Files) -> None:
     assert files.read("large", 0) + files.read("large", PIECE) == content
 
 
-def test_what_is_not_there_and_what_comes_after_the_end(files: Files) -> None:
+def test_missing_files_and_writes_after_removal_are_refused(files: Files) -> None:
     files.write("a/b", 0, b"x")
     for ask in (lambda: files.read("a", 0), lambda: files.list("a/b"), lambda: files.read("c", 0)):
         with pytest.raises(Refusal) as refused:
@@ -69,7 +69,7 @@ def test_what_is_not_there_and_what_comes_after_the_end(files: Files) -> None:
     assert not files.root.exists()
 
 
-def test_what_is_loaded_stays_as_it_was_checked(files: Files) -> None:
+def test_sealed_files_cannot_be_changed_while_they_are_loaded(files: Files) -> None:
     files.write("sent/model/a", 0, b"x")
     files.seal("sent/model", None)
     files.delete("sent/model")

@@ -136,7 +136,7 @@ async def test_calls_that_are_given_up_do_not_block_others(tmp_path: Path) -> No
         assert not drawing.is_set()
 
 
-async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path: Path) -> None:
+async def test_a_call_that_was_given_up_still_waits_for_the_running_call(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
         held = ask.parts.held["forward_backward"]
         await ask.call(1, LEARN, after=0, wait=0.0)

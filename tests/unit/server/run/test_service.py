@@ -141,7 +141,7 @@ async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) ->
         assert answer.status == "trained"
 
 
-async def test_what_is_given_up_frees_its_room_and_its_draw(tmp_path: Path) -> None:
+async def test_giving_up_a_group_frees_its_capacity_and_its_draw(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await server.start()
         group = await server.ask(draw=0)
@@ -289,7 +289,7 @@ async def test_settings_that_cannot_be_are_refused_and_leave_nothing(tmp_path: P
         assert (await server.service.status()).phase == "idle"
 
 
-async def test_what_cannot_be_completed_is_refused_with_its_field(tmp_path: Path) -> None:
+async def test_refused_completion_requests_name_the_field(tmp_path: Path) -> None:
     too_long, fields = "a" * 600, {"prompt": "a"}
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"prompt": too_long}, "prompt_too_long", "prompt"),
@@ -359,7 +359,9 @@ async def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tmp_path
     await server.ledger.close()
 
 
-async def test_who_waits_for_a_step_of_a_replaced_run_is_answered(tmp_path: Path) -> None:
+async def test_a_request_that_waits_for_a_step_is_answered_if_the_run_is_replaced(
+    tmp_path: Path,
+) -> None:
     async with served(tmp_path) as server:
         await server.start(run_name="first")
         waiting = asyncio.create_task(server.reward(await server.ask(), wait=True, timeout=60))

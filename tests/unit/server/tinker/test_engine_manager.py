@@ -164,7 +164,7 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
         assert plain(await loop.answers(server.service), loop.session) == answers
 
 
-async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_path: Path) -> None:
+async def test_a_call_that_fails_midway_is_rolled_back(tmp_path: Path) -> None:
     disk = Disk(SavedFolders(tmp_path), poison="save_state")
     async with serving(tmp_path, disk) as server:
         loop = Loop(await server.service.registry.create_session(None))
@@ -230,7 +230,7 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         assert answer is not None
         assert answer.state == "failed"
         wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
-        service.use_up_number(wrong, UsageError("no_such_field is no field"))
+        service.use_up_number(wrong, UsageError("no_such_field is not a field"))
         assert service.futures.waiting == 1, "for those before it"
         await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:

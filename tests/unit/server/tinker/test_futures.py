@@ -14,13 +14,13 @@ from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import (
     JSON,
+    AnswerFunction,
     AnswerGone,
     CallQueue,
     Futures,
     Limits,
     TooManyCalls,
     UnknownAnswer,
-    Work,
     failed_outcome,
 )
 
@@ -39,11 +39,13 @@ def futures(ledger: Ledger) -> Futures:
     return Futures(ledger)
 
 
-def _submit(line: CallQueue, number: int, work: Work | Exception, content: bytes = b"11") -> str:
+def _submit(
+    line: CallQueue, number: int, work: AnswerFunction | Exception, content: bytes = b"11"
+) -> str:
     return line.submit(number, content, work, "kind")
 
 
-def _saying(text: str, done: list[str] | None = None) -> Work:
+def _saying(text: str, done: list[str] | None = None) -> AnswerFunction:
     async def work() -> Outcome:
         await asyncio.sleep(0)
         if done is not None:
@@ -53,7 +55,7 @@ def _saying(text: str, done: list[str] | None = None) -> Work:
     return work
 
 
-def _failing(error: Exception) -> Work:
+def _failing(error: Exception) -> AnswerFunction:
     async def work() -> Outcome:
         raise error
 

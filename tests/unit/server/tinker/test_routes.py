@@ -135,7 +135,7 @@ async def test_a_key_is_needed_and_the_client_is_steered_to_what_is_served(askin
     assert [each["model_name"] for each in answer.json()["supported_models"]] == ["letters"]
 
 
-async def test_what_is_no_request_is_refused(
+async def test_malformed_requests_are_refused(
     asking: Asking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await asking.post("nonsense", 404))["code"] == "not_there"
@@ -198,7 +198,7 @@ async def test_updates_are_done_once_and_in_order(asking: Asking) -> None:
     assert "its session has ended" in (await waiting)["error"]
 
 
-async def test_what_is_refused_has_used_its_number_if_it_had_one(
+async def test_a_refused_call_uses_up_its_sequence_number(
     asking: Asking, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = await asking.model()

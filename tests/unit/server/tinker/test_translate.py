@@ -139,7 +139,7 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("has 'mask'", lambda r: r.data[0].loss_fn_inputs["mask"].CopyFrom(_weights(r))),
     (r"\['weights'\] is missing", lambda r: r.data[0].loss_fn_inputs.pop("weights")),
     ("has 0 numbers, but there are 1 tokens", _set("dense", b"")),
-    ("has 3 bytes, which is no multiple of 4", _set("dense", b"123")),
+    ("has 3 bytes, which is not a multiple of 4", _set("dense", b"123")),
     (r"\['weights'\]\[0\] is nan", _set("dense", NAN)),
     (r"has 1 numbers; its shape \[1, 2\] has 2", lambda r: _targets(r).shape.append(2)),
     (r"has the shape \[2\]; there are 1 tokens", lambda r: _weights(r).shape.append(2)),
@@ -168,7 +168,9 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "change"), WRONG)
-def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any], Any]) -> None:
+def test_invalid_forward_requests_are_refused_by_field(
+    message: str, change: Callable[[Any], Any]
+) -> None:
     clips = PPO in message or "1.1" in message
     request = _request("ppo" if clips else "cross_entropy")
     floats = {"logprobs": [-1.0], "advantages": [1.0]} if clips else {"weights": [1.0]}
@@ -248,8 +250,8 @@ def test_what_dro_and_gspo_look_at_beside_advantages() -> None:
             translate.forward_of(gspo)
 
 
-def test_what_is_no_message() -> None:
-    with pytest.raises(UsageError, match="no protobuf message"):
+def test_bytes_that_are_no_protobuf_are_refused() -> None:
+    with pytest.raises(UsageError, match="not a protobuf message"):
         translate.parse_forward_backward(b"\xff\xff\xff")
 
 

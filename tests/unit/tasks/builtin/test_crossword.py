@@ -126,7 +126,7 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
     rows = task.rl_examples(config(source=spec, **TINY))
     check_reward_columns(task, task.rubric(config(), None), rows, in_workers=False)
     assert train.account.left_out == {
-        "the clue is empty or missing": 1, "the clue is empty": 1, "the answer is empty or missing": 1, "the answer is no text": 1,
+        "the clue is empty or missing": 1, "the clue is empty": 1, "the answer is empty or missing": 1, "the answer is not text": 1,
         "the answer is not made of letters A–Z": 4, "the enumeration does not fit the answer": 1,
         "it is the same as an earlier row": 1,
     }  # fmt: skip

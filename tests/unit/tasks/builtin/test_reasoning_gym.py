@@ -188,7 +188,7 @@ def test_entries_are_literals_with_their_types() -> None:
     again = entry_of_text(entry_as_text(entry))
     assert again == entry
     assert type(again["metadata"]["n"]) is str
-    with pytest.raises(ValueError, match="no plain value"):
+    with pytest.raises(ValueError, match="not a plain value"):
         entry_as_text({"question": object()})
 
 

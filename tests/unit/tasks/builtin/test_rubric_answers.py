@@ -131,7 +131,7 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path: Path) -> None
         "the question is empty": 1,
         "the rubric is empty": 1,
         "the rubric is missing": 1,
-        "the rubric cannot be read: int is no rubric": 1,
+        "the rubric cannot be read: int is not a rubric": 1,
         f"the rubric cannot be read: a criterion has none of {', '.join(CRITERION)}, but x": 1,
         "the reference is neither text nor messages of which one has the role assistant": 1,
         "it is the same as an earlier row": 1,

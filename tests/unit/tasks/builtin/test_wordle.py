@@ -45,7 +45,7 @@ def splits():
         (guessing("panel"), (1, 1, 0, 0.5, 0, 0), 0.45),  # lacks the second l of the first turn
         (guessing("about"), (1, 1, 0, 0, 0, 0), 0.4),
         (guessing("alley"), (1, 1, 1, 0, 0, 0), -0.1),
-        (guessing("lwael"), (1, 0, 0, 0, 0, 0), 0.2),  # the marks allow it, but it is no word
+        (guessing("lwael"), (1, 0, 0, 0, 0, 0), 0.2),  # the marks allow it, but it is not a word
         (guessing("labels"), (0, 0, 0, 0, 0, 0), 0),
         ("<think>\n<guess>label</guess>\n</think>", (0, 0, 0, 0, 0, 0), 0),
         ("<guess>label</guess>", (0, 0, 0, 0, 0, 0), 0),

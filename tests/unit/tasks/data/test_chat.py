@@ -50,7 +50,7 @@ def test_text_is_text_or_what_a_user_says() -> None:
     assert prompt("hi") == "hi"
 
 
-def test_what_stays_as_it_is() -> None:
+def test_prompts_that_need_no_change_are_returned_as_they_are() -> None:
     """Text, turns before the last question, and the result of a tool as the last word."""
     assert prompt("  Once\n<think>", strip_tags=TAGS) == "  Once\n<think>"
     assert prompt([SYSTEM, USER, ASSISTANT, USER]) == [SYSTEM, USER, ASSISTANT, USER]

@@ -83,5 +83,5 @@ def test_entry_says_what_is_wrong_with_it(entry: dict[str, Any], said: str) -> N
     ({**ONE, "strip_roles": ["user"]}, "strip_roles has no effect without strip_tags"),
     ({"mixture": [{"source": "a"}]}, "here it is data.dataset_mixture"), ({"dataset_name": "a", "test_split_size": 1.5}, "below 1"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused(data: dict[str, Any], said: str) -> None:
+def test_conflicting_data_keys_are_refused(data: dict[str, Any], said: str) -> None:
     assert said in refused(**data)

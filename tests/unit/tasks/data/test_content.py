@@ -196,7 +196,7 @@ def test_the_canonical_form_does_not_depend_on_hash_seeds():
     ({Mute(1): 1}, "objects of test_content.Mute"), (nested(200), "something nested more than 100 levels deep"),
     (threading.Lock(), "objects of _thread.lock"), (Bare, "test_content.Bare"), (fingerprint, "groupwise.tasks.data.examples.fingerprint"),
 ])  # fmt: skip
-def test_what_cannot_be_told_is_warned_of_once_and_stable(caplog, value, what):
+def test_values_without_a_stable_fingerprint_are_warned_of_once(caplog, value, what):
     examples._warn_of_untold.cache_clear()
     rows = [Example(n, "a", {"deep": [{"x": value}], "plain": {"untold": 1}}) for n in range(2)]
     assert fingerprint(rows) == fingerprint(rows)
@@ -205,7 +205,7 @@ def test_what_cannot_be_told_is_warned_of_once_and_stable(caplog, value, what):
     assert f"{what}, whose content cannot be told" in warning.replace("tests.unit.tasks.data.", "")
 
 
-def test_what_cannot_be_told_in_a_prompt_is_warned_of(caplog):
+def test_a_prompt_without_a_stable_fingerprint_is_warned_of(caplog):
     examples._warn_of_untold.cache_clear()
     fingerprint([Example(0, [{"role": "user", "content": "a", "tools": Bare(1)}], {})])
     assert [message.partition(" holds ")[0] for message in caplog.messages] == ["column `prompt`"]

@@ -54,7 +54,7 @@ def test_the_best_of_many_may_be_best_by_luck():
 @pytest.mark.parametrize(
     ("prompts", "steps"), [(1, 9), (0, 9), (4, 8), (4, 0)], ids=["one", "none", "few", "no steps"]
 )
-def test_what_is_too_little_to_tell(prompts, steps):
+def test_no_divergence_from_too_few_prompts_or_steps(prompts, steps):
     assert (
         divergence(HeldOutDrop("reward", BEST[:prompts], BEST[:prompts], 2), RISING[:steps]) is None
     )

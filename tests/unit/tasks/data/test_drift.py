@@ -46,7 +46,7 @@ def test_a_start_that_does_not_vary_makes_any_move_sure():
     assert gauge(2.0, 2.0, 2.0, 1.9).errors(0.5) == -MANY
 
 
-def test_what_is_no_number_is_passed_over():
+def test_nan_and_infinity_are_ignored():
     made = gauge(1.0, math.nan, 2.0, math.inf, 3.0, -math.inf, 4.0)
     assert (made.start, made.now) == ([1.0, 2.0, 3.0], 3.0)
 

@@ -65,7 +65,7 @@ def test_half_a_character_is_refused_by_its_row(row, place):
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),
     (DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}), ["not one dataset"]),
 ])  # fmt: skip
-def test_what_is_wrong_is_named(rows, parts):
+def test_errors_of_rows_name_the_row_and_the_column(rows, parts):
     message = refused(rows)
     for part in parts:
         assert part in message

@@ -1,4 +1,4 @@
-"""The forms in which rows keep messages, and what is no message."""
+"""The forms in which rows keep messages, and what is not a message."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_arguments_of_tool_calls_are_objects_and_padding_is_gone_at_every_depth(
 
 
 @pytest.mark.parametrize(("value", "told"), [
-    (None, "no text and no messages"), (3, "no text and no messages"), ([], "no messages"), ("  ", "empty"), (["hi"], "no mapping"),
+    (None, "no text and no messages"), (3, "no text and no messages"), ([], "no messages"), ("  ", "empty"), (["hi"], "not a mapping"),
     ([{"content": "hi"}], "under `role`"), ([{"role": "asistant", "content": "hi"}], "'asistant'"), ([{"role": "user"}], "no text"),
     ([{"role": "user", "content": [{"type": "image"}]}], "more than text"), ({"role": ["user"], "content": []}, "as many roles"),
 ])  # fmt: skip
-def test_what_is_no_message_says_why(value, told):
+def test_invalid_messages_are_refused_with_the_reason(value, told):
     with pytest.raises(Unusable, match=told):
         prompt_of(value)
 

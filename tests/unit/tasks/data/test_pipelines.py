@@ -59,7 +59,7 @@ def test_a_teachers_answer_is_the_completion() -> None:
     step = find_pipeline("generic", teacher=True)
     assert step({"prompt": "a", "answer": "b"}) == {**PAIR, "completion": "b"}
     assert step({"messages": CHAT}) == {"messages": CHAT}, "rows of another kind stay"
-    with pytest.raises(Unusable, match="no text"):
+    with pytest.raises(Unusable, match="not text"):
         find_pipeline("generic")({"prompt": CHAT})
 
 
@@ -75,12 +75,12 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "told"), [
-    ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"), ("own_pipelines.py", "own_pipelines.py is no function"),
-    ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is no function"), ("own_pipelines.py:shor", "has no `shor`"),
+    ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"), ("own_pipelines.py", "own_pipelines.py is not a function"),
+    ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is not a function"), ("own_pipelines.py:shor", "has no `shor`"),
     ("own_pipelines.py:wrong", "Expected a row"), ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
     ("own_pipelines.py:short", r"gives None \(row 1\)"), ("generic", "no column 'prompt'. It has: q, id"),
 ])  # fmt: skip
-def test_what_is_wrong_is_told(name: str, told: str) -> None:
+def test_errors_of_a_preprocessing_pipeline_name_it_and_the_row(name: str, told: str) -> None:
     with pytest.raises(TaskError, match=told):
         training_parts(data(preprocessing_pipeline=name, strict=True), teacher=False)
     if name == "generc":  # before the data are read

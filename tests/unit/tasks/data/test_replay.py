@@ -59,7 +59,7 @@ def test_success_and_failure_are_credited():
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(reward):
+def test_rewards_that_are_not_finite_are_not_buffered(reward):
     buffer = filled(0.5)
     assert not buffer.add("other", reward)
     assert not buffer.add("prompt 0", reward)
@@ -171,7 +171,7 @@ def test_exploiting_takes_the_best_mean():
     assert payloads(buffer.sample(2, Stream("x"))) == [0, 1]
 
 
-def test_what_was_given_up_or_refused_may_come_back():
+def test_an_evicted_or_refused_prompt_can_be_added_again():
     buffer = filled(0.1, 0.5, capacity=2)
     buffer.add("better", 0.6)
     assert "prompt 0" not in buffer

@@ -21,7 +21,7 @@ def test_metrics_that_each_prompt_has_may_be_held_out(name):
 
 @pytest.mark.parametrize("name", ["accuracy", "completions/mean_length", "pass@k", ""])
 def test_other_metrics_are_refused(name):
-    with pytest.raises(ConfigError, match="no metric"):
+    with pytest.raises(ConfigError, match="not a metric"):
         load_config({**MODEL, "signals": {"held_out_metric": name}})
 
 

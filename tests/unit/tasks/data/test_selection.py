@@ -134,7 +134,7 @@ def test_what_was_solved_enters_with_the_mean_of_its_group():
     assert {entry.mean for entry in entries} == {0.5}
 
 
-def test_what_was_solved_fills_half_of_a_step_at_most():
+def test_replayed_groups_fill_at_most_half_of_a_step():
     course = Course(selection(replay=REPLAY), solved_if_even)
     course.step(0)
     for step in range(1, 6):
@@ -235,7 +235,7 @@ def test_completions_that_are_trained_again_say_nothing_new():
     assert course.chosen.curriculum.state() == before
 
 
-def test_what_is_hopeless_is_looked_at_now_and_then_and_counted():
+def test_unsolved_prompts_are_revisited_at_the_configured_rate():
     course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach).run(3)
     found = Counter(i >= 5 for step in range(3, 203) for i in indexes(course.step(step)))
     assert found[True] / found[False] == pytest.approx(0.2, abs=0.06)
@@ -271,7 +271,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(at, ahead):
     assert again.chosen.state() == whole.chosen.state()
 
 
-def test_what_was_chosen_ahead_is_not_chosen_anew():
+def test_draws_chosen_ahead_are_kept():
     """The step was planned when nothing was kept; a resume, which knows more, must not choose otherwise."""
     course = Course(selection(replay=REPLAY), lambda choice: 1.0)
     course.chosen.plan(1, 1, 4)

@@ -44,7 +44,7 @@ def test_every_form(row, wanted):
     assert content(row) == wanted
 
 
-def test_what_the_record_shows():
+def test_the_recorded_prompt_ends_before_the_first_trained_message():
     """The prompt ends before the first trained word; columns that are no part of it stay."""
     found = teacher_example(
         3, {"messages": [ASK, ANSWER, ASK, ANSWER], "level": 2}, text_field="text", where="W"
@@ -70,7 +70,7 @@ def test_what_the_record_shows():
     ({"input_ids": [1, 2], "labels": [-100]}, "2 input_ids, but 1 labels"), ({"input_ids": ["a"]}, "`input_ids` is .*whole numbers"),
     ({"input_ids": [1, 2], "attention_mask": [1]}, "1 entries in attention_mask"),
 ])  # fmt: skip
-def test_what_cannot_be_taken_is_said_with_its_row(row, said):
+def test_unusable_supervised_rows_are_refused_with_their_number(row, said):
     with pytest.raises(TaskError, match=f"^W: row 3.*{said}"):
         content(row)
 

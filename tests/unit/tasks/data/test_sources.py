@@ -206,19 +206,19 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(new: Any) -> None
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"), ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
-    ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
+    ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is not JSON"), ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
+    ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is not UTF-8 (0xff)"),
     ("a.jsonl", "\n\n", "has no rows in its split 'train'"), ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
     ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
     ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
     ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"), ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
-    ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"), ("a.csv", "", "has no rows"),
+    ("a.csv", 'a\n"open\n', "a.csv is not CSV that can be read"), ("a.csv", "", "has no rows"),
     ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
     ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
     ("a.jsonl", '{"a": ' + "[" * 100_000, "a.jsonl, line 1 is nested too deep"),
     ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
+def test_errors_of_a_data_file_name_the_line(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
 
 

@@ -27,7 +27,7 @@ def rollout(reward: float | None, outcome: Outcome = "scored", **parts: float | 
     (rollout(0.4, words__accuracy=None, sums__accuracy=0.4), None, 0.4), (rollout(1.0, accuracy=0.0, form=0.7), "form", 0.7),
     (rollout(1.0, accuracy=0.0), "form", None),
 ], ids=["the total", "the accuracy", "that of its task", "a named part", "no such part"])  # fmt: skip
-def test_what_counts_as_success(made, part, value):
+def test_the_success_value_is_the_accuracy_else_the_reward(made, part, value):
     assert success_value(made, part) == value
 
 

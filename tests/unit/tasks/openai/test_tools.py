@@ -1,4 +1,4 @@
-"""Calls in the notations of the families, what is no call, and what a stream may show of a text before it is known to be one."""
+"""Calls in the notations of the families, what is not a call, and what a stream may show of a text before it is known to be one."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_calls_of_each_family(call_format, text, rest, calls):
     ("hermes", LLAMA), ("hermes", "<tool_call>{</tool_call>"), ("mistral", MISTRAL.replace("1", '"\\ud800"')),
     *(("hermes", HERMES.replace("1", value)) for value in ("NaN", "-Infinity", "1e999", '"\\ud800"')),
 ])  # fmt: skip
-def test_what_is_no_call_stays_text(call_format, text):
+def test_malformed_tool_calls_stay_text(call_format, text):
     assert split_text(text, call_format) == (text, [])
 
 

@@ -32,7 +32,7 @@ def refused(**section) -> str:
     ({"reward_funcs": [{"name": "a", "weight": 1}], "reward_weights": [1.0]}, "both give a"),
     ({"reward_funcs": [{"name": "judge", "api_key": "sk-1"}]}, "looks like a secret"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(section, part):
+def test_invalid_reward_sections_are_refused(section, part):
     assert part in refused(**section)
 
 

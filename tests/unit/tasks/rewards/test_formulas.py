@@ -34,7 +34,7 @@ def test_formulas_that_may_come_to_more_are_not(text: str) -> None:
     "", "1 +", "x y", "cos(x)", "exp(x, 2)", "exp(x=2)", "exp(*x)", "x.exp(2)", "x[0]", "(1, 2)",
     "1,000", "True", "'a'", "2j", "2 ^ 3", "7 // 2", "x if y else z", "lambda: 1", "\0",
 ])  # fmt: skip
-def test_what_is_no_formula_is_not_either(text: str) -> None:
+def test_other_expressions_are_no_small_formulas(text: str) -> None:
     assert not is_small_formula(text, FUNCTIONS)
 
 

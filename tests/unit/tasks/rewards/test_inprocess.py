@@ -88,7 +88,7 @@ async def test_too_many_calls_that_hang_raise_for_all_that_follow():
     hanging.released.set()
 
 
-async def test_what_is_left_behind_calls_no_other_function():
+async def test_an_abandoned_call_runs_no_further_reward_function():
     hanging, after = Hanging(0), Hanging()
     scorer = InProcessScorer(Rubric([hanging, after]), no_metrics, time_limit=0.05)
     assert (await scorer.score(request(0))).members[0].outcome == "timed_out"

@@ -161,7 +161,7 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask):
+def test_an_unreadable_verdict_is_asked_for_twice_then_fails(ask):
     """The judge says of each completion, both times, what stands in it."""
     said: dict[str, str] = {}
 
@@ -346,7 +346,7 @@ def test_what_was_answered_is_not_asked_again_but_of_another_service(ask):
         assert len(ask.service.asked) == asked
 
 
-def test_what_is_no_verdict_is_not_kept(ask):
+def test_only_verdicts_are_cached(ask):
     ask(["a"], lambda text, seed: "No.")
     assert ask(["a"]) == [0.1]
     assert ask(["b", "c"], mode="group", interfere=failing) is not None
@@ -360,7 +360,7 @@ async def failing(number):
 TORN = (b"", b"{", b"[]", b'{"format": 2, "said": "x"}', b'{"format": 1}', b'{"format": 1, "said": "x"}', b"\xff")  # fmt: skip
 
 
-def test_what_cannot_be_read_is_asked_again(ask, tmp_path):
+def test_a_damaged_cache_file_is_replaced(ask, tmp_path):
     ask(["a"])
     (file,) = (tmp_path / "cache").rglob("*.json")
     for torn in TORN:

@@ -673,7 +673,7 @@ def test_a_machine_without_what_is_required_is_told_before_the_run(monkeypatch):
     assert said.endswith("a sandbox that has files (Landlock); it lacks network, calls")
 
 
-def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
+def test_an_error_of_the_sandbox_fails_only_its_rollout(monkeypatch):
     real = python_tests.verdict
 
     async def breaking(code, row, limits, require):

@@ -141,7 +141,7 @@ def test_entry_points_are_called_by_their_own_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("entry", "parts"), [
     ({"name": "test_scaled", "facto": 1.0}, ["no parameter `facto`", "did you mean factor?"]),
     ({"name": "test_scaled", "factor": "2"}, ['factor is "2"']), ({"name": "test_scaled", "factor": -1.0}, ["factor is below 0"]),
-    ({"name": "test_plain", "factor": 1.0}, ["no class", "(factor)", "make it a dataclass"]),
+    ({"name": "test_plain", "factor": 1.0}, ["not a class", "(factor)", "make it a dataclass"]),
     ({"name": "test_scaled", "weight": "2"}, ["weight is '2'"]), ({"name": "test_scaled", "weight": True}, ["weight is True"]),
     ({"name": "test_scaled", "weight": float("nan")}, ["weight is nan"]), ({"factor": 1.0}, ["does not say which reward it is"]),
     (3, ["does not say which reward it is"]), ("math:pi", ["math:pi: expected a function"]),

@@ -131,7 +131,7 @@ def test_functions_see_their_own_rows_in_every_argument():
     assert [member.notes for member in found.members] == [{}, {"hint": 1}, {}, {"hint": 3}]
 
 
-def test_what_fails_one_task_fails_no_other():
+def test_a_failing_reward_of_one_task_fails_no_other_task():
     def logs(completions, log_metric, **columns):
         log_metric("m", len(completions))
         return [1.0] * len(completions)

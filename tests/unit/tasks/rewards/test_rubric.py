@@ -250,7 +250,7 @@ def test_part_of_weight_zero_neither_applies_nor_fails():
     ([1.0], *["returned 1 value for 2 completions"] * 2), (np.ones((2, 2)), *["returned list [1.0, 1.0]"] * 2),
 ])  # fmt: skip
 def test_every_answer_has_one_meaning(answer, first, second):
-    """Numbers count, None and NaN do not apply, and anything else fails its own rollout, or all where it is no list of the right length."""
+    """Numbers count, None and NaN do not apply, and anything else fails its own rollout, or all if it is not a list of the right length."""
     members = score([constant(0.0, "fine"), lambda completions: answer]).members
     for member, wanted in zip(members, (first, second), strict=True):
         value = None if isinstance(wanted, str) else wanted
@@ -338,7 +338,7 @@ def refused(call) -> str:
     ([(constant(1), float("nan"))], "finite"), ([(constant(1), True)], "weight of `f` is True"),
     ([(constant(1), 0)], "every weight is 0"), ([lambda completions, /: 1], "position only"),
 ])  # fmt: skip
-def test_what_is_no_rubric_is_refused(value, part):
+def test_invalid_lists_of_reward_functions_are_refused(value, part):
     message = refused(lambda: Rubric.of(value, where="task.py: get_reward_funcs"))
     assert message.startswith("task.py: get_reward_funcs")
     assert part in message

@@ -70,7 +70,7 @@ def test_moves_are_read(text, moves):
 @pytest.mark.parametrize("text", [
     "", "A>0", "A>-1", "A>", "A2", "A>2 and B^1", "AB>2", "A>2B^1", "A>99999", "1>2", "A*2", ",A>2",
 ])  # fmt: skip
-def test_nothing_else_is_a_list_of_moves(text):
+def test_other_texts_are_no_list_of_moves(text):
     assert read_moves(text) is None
 
 

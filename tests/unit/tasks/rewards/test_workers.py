@@ -313,7 +313,7 @@ async def test_forked_copies_and_interrupts_do_not_disturb(shared, function):
 # 5. starting
 
 
-async def test_what_cannot_be_made_tells_why_at_start_and_at_every_call(closing, tmp_path):
+async def test_a_reward_that_cannot_be_built_says_why_at_start_and_at_every_call(closing, tmp_path):
     workers = closing(workers_for("make_badly"))
     for call in (workers.start, workers.start, lambda: workers.score(request())):
         with pytest.raises(RewardWorkerError, match="cannot be made"):

@@ -260,7 +260,7 @@ async def test_turn_that_was_cut_off_is_closed_by_the_template_outside_of_the_ma
     st.sampled_from(sorted(SPECIAL)),
     st.lists(st.tuples(st.text("ab \n1", max_size=6), st.text("xyz", min_size=1)), max_size=4),
 )
-async def test_what_is_trained_is_what_the_sampler_saw_for_any_template(family, said):
+async def test_trained_contexts_are_those_that_were_sampled_for_any_template(family, said):
     """Item 2: for each completion, some row holds exactly the context that it was sampled after."""
     texts = [text for text, _ in said]
 

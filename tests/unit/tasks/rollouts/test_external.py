@@ -100,7 +100,7 @@ async def test_only_what_the_environment_names_teaches(does: str):
     [
         ("raises", "failed", "the board fell over"),
         ("dies", "failed", "exit code 7"),
-        ("lies_about_ids", "failed", "no id of a completion"),
+        ("lies_about_ids", "failed", "not an id of a completion"),
         ("lies_about_numbers", "failed", "expected a finite number"),
         ("lies_about_infinity", "failed", "`r` is nan; expected a finite number"),
         ("never_asks", "failed", "without asking the policy"),

@@ -103,7 +103,7 @@ def test_prompt_and_completion_are_the_whole_conversation(family, turn):
 
 
 @pytest.mark.parametrize("family", ENDS)
-def test_what_is_trained_are_the_answers(family):
+def test_only_the_assistants_answers_are_trained(family):
     tokenizer = tokenizer_of(family)
     rows = mask_turns(tokenizer, Chat(TALK), [1, 3])
     assert spans(tokenizer, rows) == [answer(family, TALK[turn]["content"]) for turn in (1, 3)]
@@ -138,7 +138,7 @@ def test_a_dialogue_has_the_tokens_of_the_template(family):
 
 
 @pytest.mark.parametrize("family", sorted(ENDS.keys() - ADDED.keys()))
-def test_what_an_environment_brings_ends_no_turn_and_speaks_in_no_role(family):
+def test_text_of_an_environment_contains_no_control_tokens(family):
     tokenizer = tokenizer_of(family)
     contexts: list[tuple[int, ...]] = []
     for brought in ("x", "x".join(tokenizer.all_special_tokens)):

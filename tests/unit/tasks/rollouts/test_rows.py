@@ -119,14 +119,14 @@ def test_each_segment_withholds_the_stop_tokens_from_its_own_beginning(make_grou
     assert from_json(Row, to_json(rows[0])) == rows[0]
 
 
-def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_group, written):
+def test_completions_of_truncated_sampling_are_not_trained(make_group, written):
     for part in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
         drawn = replace(written(2), params=replace(PARAMS, **part))
         with pytest.raises(AssertionError, match="a part of"):
             training_rows([make_group((drawn,))], [(RolloutCredit(1, 1),)])
 
 
-def test_what_was_drawn_from_changed_logits_is_not_trained(make_group, written):
+def test_completions_of_processed_logits_are_not_trained(make_group, written):
     changed = LogitsProcessing(presence_penalty=0.5)
     drawn = replace(written(2), params=replace(PARAMS, processing=changed))
     with pytest.raises(AssertionError, match="changed distribution"):
@@ -173,7 +173,7 @@ def test_ratios_are_those_of_the_policy_to_the_old_one(make_group, written):
     assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.1, 0.2))
 
 
-def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, written):
+def test_learner_logprobs_are_stored_with_the_trained_tokens(make_group, written):
     """Through rows of several segments, and rollouts of several rows."""
     anew = replace(written(7, 8), prompt_ids=(50, 51, 9))
     only_read = replace(Segment("environment", (92,)), prompt_ids=(50, 3))

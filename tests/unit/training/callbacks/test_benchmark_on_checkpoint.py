@@ -172,7 +172,7 @@ def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code
     ({"config": "c.yaml", "serve": SERVE}, "belong to `suites`"), ({"config": "c.yaml", "label": "a/b"}, "it names a folder"),
     ({"config": "c.yaml", "label": "step-12"}, "evaluations of its own"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(given, told):
+def test_conflicting_arguments_are_refused(given, told):
     with pytest.raises(ValueError, match=told):
         BenchmarkOnCheckpoint(**given)
 

@@ -62,7 +62,7 @@ def test_a_good_task_passes_everything():
 @pytest.mark.parametrize(("row", "name", "level"), [
     ({"messages": 3}, "sft data", "problem"), ({"prompt": '{"messages": [', "completion": "a"}, "sft data: prompts", "warning"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_teachers_rows_keeps_nothing_from_being_looked_at(row, name, level):
+def test_bad_supervised_rows_do_not_stop_the_other_checks(row, name, level):
     report = check(task(get_sft_dataset=lambda config, tokenizer: [row]), PLAIN)
     found = by_name(report)
     assert found[name].level == level

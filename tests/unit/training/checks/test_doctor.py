@@ -80,7 +80,7 @@ def test_a_machine_without_the_libraries_is_told_so_and_nothing_else(
     assert report.exit_code == 1
 
 
-def test_what_cannot_be_used_is_refused(tmp_path: Path):
+def test_doctor_refuses_an_invalid_config_model_or_task(tmp_path: Path):
     with pytest.raises(ConfigError):
         doctor(SMALL, overrides=["sampler.slotz=8"])
     with pytest.raises(ModelError):

@@ -76,7 +76,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
     ("rl", 135_000_000, ("lora=null",), True, 1e-6),
     ("sft", 135_000_000, ("lora=null",), True, 1e-5),
 ])  # fmt: skip
-def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
+def test_the_choice_of_trained_weights_and_learning_rate(kind, parameters, words, full, rate):
     chosen = draft(*words, kind=kind)
     choose_trainable(chosen, parameters)
     config = chosen.load().config

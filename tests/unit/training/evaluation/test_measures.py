@@ -44,7 +44,7 @@ def test_a_value_for_each_prompt():
     assert values("completions/clipped_ratio", first, second) == [0.75, 0.75]
 
 
-def test_what_could_not_be_scored_is_neither_right_nor_wrong():
+def test_unscored_rollouts_do_not_count_in_pass_at_k():
     torn = group(0, rollout(0, 1.0), rollout(1, 0.0), rollout(2, None), rollout(3, None))
     rows = rows_of([torn, group(1, *(rollout(m, 1.0) for m in range(4)))], Success())
     assert values("pass@1", torn) == [0.5]

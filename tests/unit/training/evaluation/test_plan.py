@@ -42,7 +42,7 @@ def test_it_says_what_is_asked_and_where_results_go(
 @pytest.mark.parametrize(
     "wrong", ["--policy=nobody@3", "eval.max_promptz=3", "data.test_split_size=-1"]
 )
-def test_what_would_be_refused_is_refused(
+def test_a_dry_run_refuses_what_an_evaluation_refuses(
     place: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
     words = [*WORDS, "--config", "c.yaml", wrong]

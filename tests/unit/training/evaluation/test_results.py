@@ -66,7 +66,9 @@ def test_a_file_that_appeared_meanwhile_is_kept_and_so_is_the_work(tmp_path: Pat
     ('{"policy": "x", "metrics": {}, "rows": [{"prompt": 1}]}', "no `example` in each row"),
     ('{"kind": "rescoring"}', "holds the result of a rescoring"), ('{"format": 99}', r"has format 99.*Upgrade"),
 ])  # fmt: skip
-def test_what_is_no_result_says_so(tmp_path: Path, content: str, message: str):
+def test_a_file_that_holds_no_result_is_refused_with_the_reason(
+    tmp_path: Path, content: str, message: str
+):
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(UsageError, match=message):

@@ -87,7 +87,7 @@ def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
 @pytest.mark.parametrize(
     ("samples", "successes", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (0, 0, 1)]
 )
-def test_what_cannot_be_estimated_is_refused(samples, successes, k):
+def test_pass_at_k_refuses_impossible_counts(samples, successes, k):
     with pytest.raises(ValueError, match="cannot be"):
         pass_at_k(samples, successes, k)
 

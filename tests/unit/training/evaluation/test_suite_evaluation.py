@@ -70,7 +70,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
-def test_what_is_found_is_written_and_never_overwritten(service, here):
+def test_results_are_written_and_never_overwritten(service, here):
     wanted = asked(
         service, "aime24", samples_per_prompt=2, temperature=0.6, max_new_tokens=50, top_p=0.9
     )
@@ -197,7 +197,7 @@ def test_everything_ends_with_who_began_it(here, number):
     (f"--suite math_500 --serve '{sys.executable} {{policy}} {{port}}'", "--policy"),
     ("--suite all --samples-per-prompt 2 --endpoint http://x", "lcb takes one answer"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(words, told, capsys):
+def test_invalid_suite_options_are_refused(words, told, capsys):
     assert main(["eval", *shlex.split(words)]) == 2
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
     assert re.search(told, said), said

@@ -28,7 +28,7 @@ TASK: dict[str, Any] = {"task_module": "t.py", "output": "o"}
     ({**GIVEN, "temprature": 1.0}, "temperature"), ({**GIVEN, "num_generations": 0}, "num_generations"),
     ({**GIVEN, "temperature": -1.0}, "temperature"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str) -> None:
+def test_conflicting_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         read_options(options)
     assert "sk-1" not in str(caught.value)

@@ -91,7 +91,7 @@ def test_gguf_is_made_by_the_converter(runs, tmp_path, monkeypatch):
 # --- the place
 
 
-def test_what_is_there_is_refused_before_any_work_and_replaced_whole_if_forced(runs, tmp_path):
+def test_an_existing_output_is_replaced_only_with_force(runs, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     export("toy", "jsonl", output, runs_dir=runs)  # an empty one is taken
@@ -125,9 +125,9 @@ def test_code_of_a_recorded_base_runs_for_nobody_who_has_not_said_so(runs):
 @pytest.mark.parametrize(("arguments", "told"), [
     ({"to": "jsonl", "dtype": "bfloat16"}, "--dtype has no effect"),
     ({"to": "merged", "converter": Path("x.py")}, "--converter has no effect"), ({"to": "gguf", "converter": Path("none.py")}, "none.py"),
-    ({"to": "adapter", "run": "other"}, "'other'"), ({"to": "adapter", "run": "base"}, "'base' is no run"),
+    ({"to": "adapter", "run": "other"}, "'other'"), ({"to": "adapter", "run": "base"}, "'base' is not a run"),
 ])  # fmt: skip
-def test_what_cannot_work_is_said_before_any_work(runs, tmp_path, arguments, told):
+def test_invalid_exports_are_refused_before_anything_is_written(runs, tmp_path, arguments, told):
     given = {"run": "toy", **arguments}
     with pytest.raises((UsageError, RunNotFoundError), match=told):
         export(output=tmp_path / "out", runs_dir=runs, **given)

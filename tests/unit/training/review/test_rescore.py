@@ -143,7 +143,7 @@ def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
         judged(tmp_path, "ids")
 
 
-def test_what_cannot_be_done_is_said(runs):
+def test_rescore_refuses_invalid_requests_with_the_reason(runs):
     for given in ({}, {"task": REWARDS, "rewards": ["x:y"]}):
         with pytest.raises(UsageError, match="--task-module or --rewards"):
             rescore("r", runs_dir=runs, **given)

@@ -34,10 +34,10 @@ def test_the_share_of_right_answers_is_found(tmp_path, suite):
 
 
 @pytest.mark.parametrize(("does", "told"), [
-    ("torn", "is no JSON"), ("old", r"not what lighteval 0\.13 writes \(KeyError: 'results'\)"),
+    ("torn", "is not JSON"), ("old", r"not what lighteval 0\.13 writes \(KeyError: 'results'\)"),
     ("other", "0.987, which is not the mean of its single marks"),
 ])  # fmt: skip
-def test_what_is_no_result_is_told(tmp_path, does, told):
+def test_unreadable_results_of_lighteval_are_refused(tmp_path, does, told):
     left(tmp_path, "math_500", 1.0, 0.0, does=does)
     with pytest.raises(RunError, match=told):
         read_scores(SUITES["math_500"], tmp_path, tmp_path / LOG)

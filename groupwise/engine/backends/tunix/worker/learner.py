@@ -67,7 +67,7 @@ class Learner:
         remat: bool,
     ) -> None:
         """`factors` are also the reference. `described` is peft's config of the adapter. `longest` is the most tokens of a row,
-        `max_tokens` of a batch; a batch's number of rows is a multiple of `multiple`. `remat`: see `forward.recomputed`."""
+        `max_tokens` of a batch; a batch's number of rows is a multiple of `multiple`. `remat`: see `forward.with_recomputation`."""
         self.adapted = adapted
         self._factors = factors
         self._reference = dict(factors)

@@ -30,9 +30,8 @@ def take_package() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # sent to the whole process group; the run decides when to end
+    # Sent to the whole process group; the run decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_package()
     from groupwise.core.processes.family import MARK, tie_to_parent
 

@@ -229,9 +229,8 @@ class Service:
         # Multiply float32 in full precision: a TPU would round it to bfloat16 first.
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
-        mesh = self._scope.enter_context(
-            _make_mesh(order.mesh)
-        )  # Tunix's layers read the current mesh
+        # Tunix's layers read the current mesh.
+        mesh = self._scope.enter_context(_make_mesh(order.mesh))
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.init_factors(order.seed)

@@ -180,7 +180,7 @@ async def test_the_server_hears_of_a_loop_that_computes(pair_of: Callable[..., P
     assert (await pair.session.call(Discard())) is None
 
 
-def test_what_is_told_of_a_config() -> None:
+def test_only_the_needed_sections_of_a_config_are_sent() -> None:
     told: dict[str, Any] = {"model": {"name": "tiny"}, "lora": None, "training": {"seed": 1}}
     run = {"threads": 2, "processes": None}
     private = {"data": {"secret": 1}, "task": {"secret": 1}}

@@ -202,7 +202,7 @@ def turned(x: Tensor, weight: Tensor | None, rotations: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_fused_kernels_find_what_the_sampler_does(size):
-    """To the bit: both round queries first and divide afterwards, which matters where the root of the size is no power of two."""
+    """To the bit: both round queries first and divide afterwards, which matters where the root of the size is not a power of two."""
     shape = Shape(hidden=32, heads=2, kv_heads=1, head_size=size, vocabulary=10, epsilon=1e-5)
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (

@@ -96,7 +96,7 @@ def test_no_code_outside_its_file_is_called(folder):
     assert not any("_write_weights" in name for name in functions)
 
 
-def test_what_was_compiled_is_loaded(folder, caplog):
+def test_a_compiled_kernel_is_loaded_from_the_cache(folder, caplog):
     """Compiling is told once, loading is not."""
     with caplog.at_level(logging.INFO, "groupwise"):
         assert [is_loaded(INTEGERS) for _ in range(3)] == [False, True, True]

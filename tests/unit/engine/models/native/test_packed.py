@@ -116,7 +116,7 @@ def test_a_row_is_the_same_among_any_others(kind):
         assert torch.equal(product.product(x[-rows:].contiguous(), low), whole[-rows:])
 
 
-def test_what_is_no_number_is_not_hidden(kind):
+def test_nan_and_infinity_are_not_hidden(kind):
     weight = given(kind, 64, 150)
     x = given(FLOATS, 8, 150).to(weight.dtype)
     x[3, 7] = torch.nan

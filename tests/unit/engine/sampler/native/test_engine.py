@@ -360,7 +360,7 @@ def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
         assert [list(first), list(third)] == [wanted[0], wanted[2]], turns
 
 
-# What is no number
+# What is not a number
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ def test_other_weights_are_told_by_their_distance():
     ("lacking", "told"),
     [(NOT_APPLIED, "without any adapter"), (NOT_PROCESSED, "processed_logprobs")],
 )
-def test_what_is_lacking_is_told_within_the_tolerance_too(lacking, told):
+def test_the_likely_cause_is_named_also_within_the_tolerance(lacking, told):
     other = [value + 0.05 for value in TRUE]
     with pytest.raises(PolicyMismatchError, match=told):
         asked(noisy(other, 0.005), {lacking: other})

@@ -96,7 +96,7 @@ async def test_a_server_without_the_routes_of_adapters_is_told_how_to_start(pair
         (lambda entries: [{**entries[0], "meta_info": {}}, *entries[1:]], "output_token_logprobs"),
     ],
 )
-async def test_what_is_no_answer_ends_the_run(pair, server, spoil, message):
+async def test_malformed_answers_of_sglang_end_the_run(pair, server, spoil, message):
     learner, sampler = pair
     await sampler.load(await learner.publish(0))
     server.spoil = lambda answer: {"entries": spoil(answer["entries"])}

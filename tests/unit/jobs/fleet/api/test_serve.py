@@ -14,7 +14,7 @@ from groupwise.jobs.fleet.store.database import Database
 from tests.fleet_api import api, place_in
 
 KEY = {"GROUPWISE_API_KEY": "environment-key-0123456789"}
-ELSEWHERE = ("0.0.0.0", "::", "10.1.2.3", "example.org")
+REMOTE_HOSTS = ("0.0.0.0", "::", "10.1.2.3", "example.org")
 
 
 def test_this_machine_needs_no_key(database: Database) -> None:
@@ -25,7 +25,7 @@ def test_this_machine_needs_no_key(database: Database) -> None:
 
 
 def test_other_machines_need_a_key(database: Database) -> None:
-    for host in ELSEWHERE:
+    for host in REMOTE_HOSTS:
         with pytest.raises(UsageError, match="groupwise fleet key new"):
             check(Address(host), database, {})
 
@@ -34,7 +34,7 @@ def test_keys_do_not_travel_in_the_clear(database: Database) -> None:
     for stored in (False, True):
         if stored:
             database.run(lambda s: keys.make(s, Actor("user:ada"), "admin"))
-        for host in ELSEWHERE:
+        for host in REMOTE_HOSTS:
             with pytest.raises(UsageError, match="--tls-certificate"):
                 check(Address(host), database, {} if stored else KEY)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from groupwise.jobs.fleet.attempts import controller
-from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Reading
+from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, ObservedState
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot
 from groupwise.jobs.fleet.states import AttemptState, Cleanup
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
@@ -21,7 +21,7 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -> bool:
+def is_over(recorded: ObservedState | None, silent_for: float | None, **handle: Any) -> bool:
     """Noticed when it fell silent, and looked at once more now."""
     passed = [0.0]
     driving = new_drive(lambda: passed[0])
@@ -33,13 +33,16 @@ def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -
 def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptController:
     return controller.AttemptController(
         1,
-        cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, rng=random.Random())),
+        cast(
+            "Any",
+            SimpleNamespace(poll_timing=controller.PollTiming(), clock=clock, rng=random.Random()),
+        ),
     )
 
 
 def looked_at(
     driving: controller.AttemptController,
-    recorded: Reading | None,
+    recorded: ObservedState | None,
     silent_for: float | None,
     now: float = 10_000.0,
     **handle: Any,
@@ -56,10 +59,10 @@ def looked_at(
 def test_only_after_the_deadman_and_a_margin() -> None:
     """Of a machine that was told of one: what stands in its row now may have been written since."""
     for silent_for in (None, 0.0, DEADMAN + 1, DEADMAN + DEADMAN_MARGIN):
-        assert not is_over(Reading.RUNNING, silent_for, deadman=DEADMAN)
-    assert is_over(Reading.RUNNING, DEADMAN + DEADMAN_MARGIN + 1, deadman=DEADMAN)
-    assert not is_over(Reading.RUNNING, 1e4)
-    assert not is_over(Reading.RUNNING, 1e4, deadman=None)
+        assert not is_over(ObservedState.RUNNING, silent_for, deadman=DEADMAN)
+    assert is_over(ObservedState.RUNNING, DEADMAN + DEADMAN_MARGIN + 1, deadman=DEADMAN)
+    assert not is_over(ObservedState.RUNNING, 1e4)
+    assert not is_over(ObservedState.RUNNING, 1e4, deadman=None)
 
 
 def test_a_jump_of_the_databases_clock_ends_no_deadman_early() -> None:
@@ -67,39 +70,44 @@ def test_a_jump_of_the_databases_clock_ends_no_deadman_early() -> None:
     passed = [1000.0]
     driving, over = new_drive(lambda: passed[0]), DEADMAN + DEADMAN_MARGIN + 1
     handle = {"deadman": DEADMAN, "silent_since": 10_000.0}
-    assert not looked_at(driving, Reading.RUNNING, None, now=10_001.0, **handle)
-    assert not looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    assert not looked_at(driving, ObservedState.RUNNING, None, now=10_001.0, **handle)
+    assert not looked_at(driving, ObservedState.RUNNING, None, now=20_000.0, **handle)
     passed[0] += over
-    assert not looked_at(driving, Reading.RUNNING, None, now=10_000.0, **handle)
-    assert looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    assert not looked_at(driving, ObservedState.RUNNING, None, now=10_000.0, **handle)
+    assert looked_at(driving, ObservedState.RUNNING, None, now=20_000.0, **handle)
     assert not looked_at(
-        new_drive(lambda: passed[0]), Reading.RUNNING, None, now=20_000.0, **handle
+        new_drive(lambda: passed[0]), ObservedState.RUNNING, None, now=20_000.0, **handle
     )
     assert not looked_at(
-        driving, Reading.RUNNING, None, now=20_000.0, deadman=DEADMAN
+        driving, ObservedState.RUNNING, None, now=20_000.0, deadman=DEADMAN
     )  # it answers
-    assert not looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    assert not looked_at(driving, ObservedState.RUNNING, None, now=20_000.0, **handle)
 
 
 def test_whatever_was_heard_but_that_its_supervisor_is_dead() -> None:
     """A launch of which nothing was heard may still be under way: where it arrives after its deadman, it begins nothing."""
-    for recorded in (None, *Reading):
-        assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not Reading.LOST)
+    for recorded in (None, *ObservedState):
+        assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not ObservedState.LOST)
 
 
 @pytest.mark.parametrize(
     ("state", "engine", "pid", "reading"),
     [
-        (RunnerState.LOST, None, None, Reading.ABSENT),  # whoever launches takes it over
-        (RunnerState.LOST, "slurm", None, Reading.LOST),  # its token is gone: nobody begins it
-        (RunnerState.LOST, "slurm", 3, Reading.LOST),
-        (RunnerState.REBOOTED, None, 3, Reading.REBOOTED),
-        (RunnerState.REBOOTED, "slurm", 3, Reading.LOST),  # it began on another machine
-        (RunnerState.QUEUED, "slurm", None, Reading.QUEUED),
+        (RunnerState.LOST, None, None, ObservedState.ABSENT),  # whoever launches takes it over
+        (
+            RunnerState.LOST,
+            "slurm",
+            None,
+            ObservedState.LOST,
+        ),  # its token is gone: nobody begins it
+        (RunnerState.LOST, "slurm", 3, ObservedState.LOST),
+        (RunnerState.REBOOTED, None, 3, ObservedState.REBOOTED),
+        (RunnerState.REBOOTED, "slurm", 3, ObservedState.LOST),  # it began on another machine
+        (RunnerState.QUEUED, "slurm", None, ObservedState.QUEUED),
     ],
 )
 def test_of_what_an_engine_has_begun_the_files_say_something_else(
-    state: RunnerState, engine: str | None, pid: int | None, reading: Reading
+    state: RunnerState, engine: str | None, pid: int | None, reading: ObservedState
 ) -> None:
     ear = controller._MemberMonitor("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
     ear.on_state(MemberState("job", 1, state, engine=engine, pid=pid))

@@ -20,18 +20,18 @@ from groupwise.jobs.fleet.attempts.decide import (
     CheckRelease,
     Collect,
     Effect,
+    JobEpochs,
     Kill,
-    Known,
     Launch,
     MemberView,
     Move,
+    ObservedState,
+    OrphanAction,
     Provide,
-    Reading,
-    Stray,
     Void,
     decide,
+    orphan_action,
     over,
-    stray,
 )
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
@@ -39,7 +39,7 @@ from groupwise.jobs.hosts.failures import FailureClass
 
 RESERVED, LAUNCHING = AttemptState.RESERVED, AttemptState.LAUNCHING
 RUNNING, COLLECTING, ENDED = AttemptState.RUNNING, AttemptState.COLLECTING, AttemptState.ENDED
-SILENCE = (Reading.UNREACHABLE, Reading.UNKNOWN)
+SILENCE = (ObservedState.UNREACHABLE, ObservedState.UNKNOWN)
 
 
 def exited(
@@ -60,8 +60,8 @@ BY_US = ExitReason.CANCELLED
 KILLED = exited(None, BY_US, 15)
 
 
-def member(reading: Reading, rank: int = 0, **facts: object) -> MemberView:
-    record = exited() if reading is Reading.EXITED else None
+def member(reading: ObservedState, rank: int = 0, **facts: object) -> MemberView:
+    record = exited() if reading is ObservedState.EXITED else None
     return MemberView(rank, f"vm-{rank}", reading, **({"exit": record} | facts))  # pyright: ignore[reportArgumentType]
 
 
@@ -95,7 +95,9 @@ def case(*members: MemberView, cancel: bool = False) -> tuple[tuple[MemberView, 
     return members, cancel
 
 
-def lost(reading: Reading = Reading.UNREACHABLE, rank: int = 0, **facts: object) -> MemberView:
+def lost(
+    reading: ObservedState = ObservedState.UNREACHABLE, rank: int = 0, **facts: object
+) -> MemberView:
     return member(reading, rank, lost=True, **facts)
 
 
@@ -107,103 +109,131 @@ def test_nothing_is_decided_about_an_attempt_without_members(state: AttemptState
 
 
 TURNED_DOWN = {"rejected": True, "refusal": "disk_full: no space"}
-NO_RAM = member(Reading.REFUSED, 1, refusal="ram: too little")
+NO_RAM = member(ObservedState.REFUSED, 1, refusal="ram: too little")
 LEFT_BEHIND = (Kill(0), CheckRelease(0))
 
 LAUNCHES = {
     # one machine
-    case(member(Reading.ABSENT)): (Launch(0),),
-    case(member(Reading.ABSENT, provided=False)): (Provide(0),),
-    case(member(Reading.ABSENT, **TURNED_DOWN)): (Void(0),),
-    case(member(Reading.UNREACHABLE, **TURNED_DOWN)): (),
-    case(member(Reading.CLAIMED)): (),
+    case(member(ObservedState.ABSENT)): (Launch(0),),
+    case(member(ObservedState.ABSENT, provided=False)): (Provide(0),),
+    case(member(ObservedState.ABSENT, **TURNED_DOWN)): (Void(0),),
+    case(member(ObservedState.UNREACHABLE, **TURNED_DOWN)): (),
+    case(member(ObservedState.CLAIMED)): (),
     **{
         case(member(reading)): (Move(RUNNING),)
-        for reading in (Reading.RUNNING, Reading.EXITED, Reading.LOST, Reading.REBOOTED)
+        for reading in (
+            ObservedState.RUNNING,
+            ObservedState.EXITED,
+            ObservedState.LOST,
+            ObservedState.REBOOTED,
+        )
     },
     **{case(member(reading)): () for reading in SILENCE},
     # cancelled
-    case(member(Reading.ABSENT), cancel=True): (Void(0),),
-    case(member(Reading.CLAIMED), cancel=True): (Kill(0),),
-    case(member(Reading.RUNNING), cancel=True): (Move(RUNNING),),
+    case(member(ObservedState.ABSENT), cancel=True): (Void(0),),
+    case(member(ObservedState.CLAIMED), cancel=True): (Kill(0),),
+    case(member(ObservedState.RUNNING), cancel=True): (Move(RUNNING),),
     **{case(member(reading), cancel=True): () for reading in SILENCE},
-    case(member(Reading.ABSENT, provided=False), member(Reading.ABSENT, 1), cancel=True): (
-        *(Void(0), Void(1)),
-    ),
+    case(
+        member(ObservedState.ABSENT, provided=False), member(ObservedState.ABSENT, 1), cancel=True
+    ): (*(Void(0), Void(1)),),
     **{
-        case(member(reading, provided=False), member(Reading.ABSENT, 1), cancel=True): (Void(1),)
+        case(member(reading, provided=False), member(ObservedState.ABSENT, 1), cancel=True): (
+            Void(1),
+        )
         for reading in SILENCE
     },
     # on a machine that is declared lost, and answers
-    case(lost(Reading.ABSENT)): (Void(0),),
+    case(lost(ObservedState.ABSENT)): (Void(0),),
     # a gang begins when all machines have their files; one that is silent has not said that it has them
-    case(member(Reading.ABSENT), member(Reading.ABSENT, 1, provided=False)): (Provide(1),),
-    **{case(member(Reading.ABSENT), member(reading, 1, provided=False)): () for reading in SILENCE},
-    **{case(member(Reading.ABSENT), member(reading, 1)): (Launch(0),) for reading in SILENCE},
-    case(member(Reading.ABSENT), member(Reading.ABSENT, 1)): (Launch(0), Launch(1)),
-    case(member(Reading.RUNNING, provided=False), member(Reading.ABSENT, 1)): (Launch(1),),
-    case(member(Reading.RUNNING), member(Reading.UNREACHABLE, 1)): (),
-    case(member(Reading.RUNNING), member(Reading.EXITED, 1)): (Move(RUNNING),),
+    case(member(ObservedState.ABSENT), member(ObservedState.ABSENT, 1, provided=False)): (
+        Provide(1),
+    ),
+    **{
+        case(member(ObservedState.ABSENT), member(reading, 1, provided=False)): ()
+        for reading in SILENCE
+    },
+    **{case(member(ObservedState.ABSENT), member(reading, 1)): (Launch(0),) for reading in SILENCE},
+    case(member(ObservedState.ABSENT), member(ObservedState.ABSENT, 1)): (Launch(0), Launch(1)),
+    case(member(ObservedState.RUNNING, provided=False), member(ObservedState.ABSENT, 1)): (
+        Launch(1),
+    ),
+    case(member(ObservedState.RUNNING), member(ObservedState.UNREACHABLE, 1)): (),
+    case(member(ObservedState.RUNNING), member(ObservedState.EXITED, 1)): (Move(RUNNING),),
     # a gang of which one is refused is taken back whole, and given up when no machine can begin it
-    case(member(Reading.RUNNING), NO_RAM, member(Reading.ABSENT, 2)): (Kill(0), Void(2)),
-    case(member(Reading.LOST), NO_RAM): LEFT_BEHIND,
+    case(member(ObservedState.RUNNING), NO_RAM, member(ObservedState.ABSENT, 2)): (
+        Kill(0),
+        Void(2),
+    ),
+    case(member(ObservedState.LOST), NO_RAM): LEFT_BEHIND,
     **{case(member(reading), NO_RAM): () for reading in SILENCE},
     # what an engine has waits for as long as it likes, and what waits is made void and never killed
-    case(member(Reading.QUEUED)): (),
-    case(member(Reading.QUEUED, drained=True)): (),
-    case(member(Reading.QUEUED, given=False)): (Launch(0),),
-    case(member(Reading.UNREACHABLE, given=False)): (),
-    case(member(Reading.QUEUED), cancel=True): (Void(0),),
-    case(member(Reading.QUEUED, given=False), cancel=True): (Void(0),),
-    case(lost(Reading.QUEUED)): (Void(0),),
+    case(member(ObservedState.QUEUED)): (),
+    case(member(ObservedState.QUEUED, drained=True)): (),
+    case(member(ObservedState.QUEUED, given=False)): (Launch(0),),
+    case(member(ObservedState.UNREACHABLE, given=False)): (),
+    case(member(ObservedState.QUEUED), cancel=True): (Void(0),),
+    case(member(ObservedState.QUEUED, given=False), cancel=True): (Void(0),),
+    case(lost(ObservedState.QUEUED)): (Void(0),),
 }
 RUNS = {
-    **{case(member(reading)): () for reading in (Reading.RUNNING, Reading.CLAIMED, *SILENCE)},
-    case(member(Reading.EXITED)): (Move(COLLECTING),),
-    case(member(Reading.LOST)): LEFT_BEHIND,
-    case(member(Reading.LOST, quiet=False)): LEFT_BEHIND,
-    case(member(Reading.ABSENT)): (Void(0),),
-    case(member(Reading.VOIDED)): (CheckRelease(0),),
-    case(member(Reading.VOIDED, quiet=False)): LEFT_BEHIND,
-    case(member(Reading.REFUSED)): (CheckRelease(0),),
+    **{case(member(reading)): () for reading in (ObservedState.RUNNING, ObservedState.CLAIMED, *SILENCE)},
+    case(member(ObservedState.EXITED)): (Move(COLLECTING),),
+    case(member(ObservedState.LOST)): LEFT_BEHIND,
+    case(member(ObservedState.LOST, quiet=False)): LEFT_BEHIND,
+    case(member(ObservedState.ABSENT)): (Void(0),),
+    case(member(ObservedState.VOIDED)): (CheckRelease(0),),
+    case(member(ObservedState.VOIDED, quiet=False)): LEFT_BEHIND,
+    case(member(ObservedState.REFUSED)): (CheckRelease(0),),
     # cancelled
-    **{case(member(r), cancel=True): (Kill(0),) for r in (Reading.RUNNING, Reading.CLAIMED)},
+    **{case(member(r), cancel=True): (Kill(0),) for r in (ObservedState.RUNNING, ObservedState.CLAIMED)},
     **{case(member(reading), cancel=True): () for reading in SILENCE},
-    case(member(Reading.EXITED), cancel=True): (Move(COLLECTING),),
-    case(member(Reading.LOST), cancel=True): LEFT_BEHIND,
+    case(member(ObservedState.EXITED), cancel=True): (Move(COLLECTING),),
+    case(member(ObservedState.LOST), cancel=True): LEFT_BEHIND,
     # a machine that answers is not gone whatever is said of it
-    case(lost(Reading.RUNNING)): (Kill(0),),
-    case(member(Reading.RUNNING, deadman_over=True)): (),
+    case(lost(ObservedState.RUNNING)): (Kill(0),),
+    case(member(ObservedState.RUNNING, deadman_over=True)): (),
     # a gang: one that is done leaves the others alone, and so does one that is silent
-    case(member(Reading.EXITED), member(Reading.RUNNING, 1)): (),
-    **{case(member(reading), member(Reading.RUNNING, 1)): () for reading in SILENCE},
+    case(member(ObservedState.EXITED), member(ObservedState.RUNNING, 1)): (),
+    **{case(member(reading), member(ObservedState.RUNNING, 1)): () for reading in SILENCE},
     **{
-        case(sick, member(reading, 1)): (Kill(1),) if reading is Reading.RUNNING else ()
+        case(sick, member(reading, 1)): (Kill(1),) if reading is ObservedState.RUNNING else ()
         for sick in (
-            member(Reading.EXITED, exit=exited(1)), member(Reading.REBOOTED), lost(), member(Reading.UNREACHABLE, deadman_over=True),
+            member(ObservedState.EXITED, exit=exited(1)), member(ObservedState.REBOOTED), lost(),
+            member(ObservedState.UNREACHABLE, deadman_over=True),
         )
-        for reading in (Reading.RUNNING, *SILENCE)
+        for reading in (ObservedState.RUNNING, *SILENCE)
     },
 }  # fmt: skip
 COLLECTS = {
-    case(member(Reading.EXITED)): (Collect(0),),
+    case(member(ObservedState.EXITED)): (Collect(0),),
     **{case(member(reading, exit=exited())): () for reading in SILENCE},
-    case(member(Reading.EXITED, exit=KILLED, collected=True), cancel=True): (CheckRelease(0),),
-    case(member(Reading.EXITED, exit=KILLED, collected=True, quiet=False), cancel=True): (
+    case(member(ObservedState.EXITED, exit=KILLED, collected=True), cancel=True): (
+        CheckRelease(0),
+    ),
+    case(member(ObservedState.EXITED, exit=KILLED, collected=True, quiet=False), cancel=True): (
         LEFT_BEHIND
     ),
 }
 CLEANS_UP = {
     **{case(member(reading)): () for reading in SILENCE},
-    case(member(Reading.ABSENT)): (Void(0),),
-    case(member(Reading.QUEUED)): (Void(0),),
-    **{case(member(reading)): (Kill(0),) for reading in (Reading.CLAIMED, Reading.RUNNING)},
-    case(member(Reading.LOST)): LEFT_BEHIND,
+    case(member(ObservedState.ABSENT)): (Void(0),),
+    case(member(ObservedState.QUEUED)): (Void(0),),
+    **{
+        case(member(reading)): (Kill(0),)
+        for reading in (ObservedState.CLAIMED, ObservedState.RUNNING)
+    },
+    case(member(ObservedState.LOST)): LEFT_BEHIND,
     **{
         case(member(reading)): (CheckRelease(0),)
-        for reading in (Reading.EXITED, Reading.REBOOTED, Reading.VOIDED, Reading.REFUSED)
+        for reading in (
+            ObservedState.EXITED,
+            ObservedState.REBOOTED,
+            ObservedState.VOIDED,
+            ObservedState.REFUSED,
+        )
     },
-    **{case(member(reading, released=True)): () for reading in Reading},
+    **{case(member(reading, released=True)): () for reading in ObservedState},
     # what a lost machine held is given back once
     **{case(lost(reading)): (Abandon(0),) for reading in SILENCE},
     **{case(lost(reading, abandoned=True)): () for reading in SILENCE},
@@ -212,7 +242,7 @@ CLEANS_UP = {
 
 
 @pytest.mark.parametrize(("state", "cases"), [
-    (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in Reading}), (LAUNCHING, LAUNCHES), (RUNNING, RUNS),
+    (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in ObservedState}), (LAUNCHING, LAUNCHES), (RUNNING, RUNS),
     (COLLECTING, COLLECTS), (ENDED, CLEANS_UP),
 ])  # fmt: skip
 def test_decisions_for_every_state_and_reading(
@@ -224,59 +254,59 @@ def test_decisions_for_every_state_and_reading(
 
 ENDS = [
     # reserved: what nobody wants, or whose machine takes nothing new, ends without a word to it
-    (RESERVED, case(member(Reading.UNKNOWN), cancel=True), VOID),
-    (RESERVED, case(lost(Reading.UNKNOWN)), VOID),
-    (RESERVED, case(member(Reading.UNKNOWN, drained=True)), VOID),
+    (RESERVED, case(member(ObservedState.UNKNOWN), cancel=True), VOID),
+    (RESERVED, case(lost(ObservedState.UNKNOWN)), VOID),
+    (RESERVED, case(member(ObservedState.UNKNOWN, drained=True)), VOID),
     # launching
-    (LAUNCHING, case(member(Reading.REFUSED, refusal="gpu_busy: x.3")), REFUSED_VOID),
-    (LAUNCHING, case(member(Reading.VOIDED)), VOID),
-    (LAUNCHING, case(member(Reading.VOIDED, **TURNED_DOWN)), REFUSED_VOID),
-    (LAUNCHING, case(member(Reading.VOIDED), cancel=True), VOID),
-    (LAUNCHING, case(lost(Reading.VOIDED)), VOID),
+    (LAUNCHING, case(member(ObservedState.REFUSED, refusal="gpu_busy: x.3")), REFUSED_VOID),
+    (LAUNCHING, case(member(ObservedState.VOIDED)), VOID),
+    (LAUNCHING, case(member(ObservedState.VOIDED, **TURNED_DOWN)), REFUSED_VOID),
+    (LAUNCHING, case(member(ObservedState.VOIDED), cancel=True), VOID),
+    (LAUNCHING, case(lost(ObservedState.VOIDED)), VOID),
     *((LAUNCHING, case(lost(r), cancel=c), HOST_LOST) for r in SILENCE for c in (False, True)),
     (
         LAUNCHING,
-        case(member(Reading.EXITED, exit=KILLED), NO_RAM, member(Reading.VOIDED, 2)),
+        case(member(ObservedState.EXITED, exit=KILLED), NO_RAM, member(ObservedState.VOIDED, 2)),
         failed(FailureClass.LAUNCH_FAILURE),
     ),
-    (LAUNCHING, case(member(Reading.VOIDED), NO_RAM, member(Reading.VOIDED, 2)), REFUSED_VOID),
+    (LAUNCHING, case(member(ObservedState.VOIDED), NO_RAM, member(ObservedState.VOIDED, 2)), REFUSED_VOID),
     (
         LAUNCHING,
-        case(member(Reading.LOST, quiet=True), NO_RAM),
+        case(member(ObservedState.LOST, quiet=True), NO_RAM),
         failed(FailureClass.LAUNCH_FAILURE),
     ),
     # running: a folder that vanished is no proof, a clean look is one
-    (RUNNING, case(member(Reading.REBOOTED)), failed(FailureClass.REBOOT)),
-    (RUNNING, case(member(Reading.LOST, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
-    (RUNNING, case(member(Reading.VOIDED, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
+    (RUNNING, case(member(ObservedState.REBOOTED)), failed(FailureClass.REBOOT)),
+    (RUNNING, case(member(ObservedState.LOST, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
+    (RUNNING, case(member(ObservedState.VOIDED, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
     *((RUNNING, case(lost(reading)), HOST_LOST) for reading in SILENCE),
     *((RUNNING, case(member(reading, deadman_over=True)), HOST_LOST) for reading in SILENCE),
-    (RUNNING, case(lost(), member(Reading.EXITED, 1, exit=KILLED)), HOST_LOST),
+    (RUNNING, case(lost(), member(ObservedState.EXITED, 1, exit=KILLED)), HOST_LOST),
     (
         RUNNING,
-        case(member(Reading.REBOOTED), member(Reading.EXITED, 1, exit=KILLED)),
+        case(member(ObservedState.REBOOTED), member(ObservedState.EXITED, 1, exit=KILLED)),
         failed(FailureClass.REBOOT),
     ),
     # collecting: exit code 0 wins against a late cancellation, which is acknowledged when no process is left
-    (COLLECTING, case(member(Reading.EXITED, collected=True)), SUCCEEDED),
-    (COLLECTING, case(member(Reading.EXITED, collected=True), cancel=True), SUCCEEDED),
+    (COLLECTING, case(member(ObservedState.EXITED, collected=True)), SUCCEEDED),
+    (COLLECTING, case(member(ObservedState.EXITED, collected=True), cancel=True), SUCCEEDED),
     (
         COLLECTING,
-        case(member(Reading.EXITED, collected=True, collection_problem="a link")),
+        case(member(ObservedState.EXITED, collected=True, collection_problem="a link")),
         failed(FailureClass.ARTEFACTS),
     ),
     (COLLECTING, case(lost(exit=exited())), HOST_LOST),
     (COLLECTING, case(lost(exit=exited(1))), failed(FailureClass.CRASHED)),
-    (COLLECTING, case(lost(Reading.EXITED, exit=KILLED, collected=True)), HOST_LOST),
+    (COLLECTING, case(lost(ObservedState.EXITED, exit=KILLED, collected=True)), HOST_LOST),
     *(
         (
-            COLLECTING, case(member(Reading.EXITED, collected=True, quiet=True, exit=exited(c, BY_US, s)), cancel=True), CANCELLED,
+            COLLECTING, case(member(ObservedState.EXITED, collected=True, quiet=True, exit=exited(c, BY_US, s)), cancel=True), CANCELLED,
         )
         for c, s in ((0, None), (None, 15))
     ),
     (
         COLLECTING,
-        case(member(Reading.EXITED, exit=exited(1), collected=True), cancel=True),
+        case(member(ObservedState.EXITED, exit=exited(1), collected=True), cancel=True),
         failed(FailureClass.CRASHED),
     ),
 ]  # fmt: skip
@@ -299,7 +329,7 @@ def only(effects: tuple[Effect, ...]) -> Move:
 
 @pytest.mark.parametrize("code", sorted(refusals.OURS))
 def test_what_the_control_machine_does_not_have_is_no_word_of_a_machine(code: str) -> None:
-    refused = member(Reading.VOIDED, rejected=True, refusal=f"{code}: it is gone")
+    refused = member(ObservedState.VOIDED, rejected=True, refusal=f"{code}: it is gone")
     move = only(decide(view(LAUNCHING, refused)))
     assert (move.outcome, move.failure) == (Outcome.VOID, FailureClass.NOT_PROVIDED)
     assert "control machine" in move.because
@@ -308,9 +338,11 @@ def test_what_the_control_machine_does_not_have_is_no_word_of_a_machine(code: st
 def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
     """By a clock that all share: that of its machine may be years behind."""
     members = (
-        member(Reading.EXITED, 0, exit=exited(3, finished_at=1.0), ended=9.0, collected=True),
-        member(Reading.EXITED, 1, exit=exited(64, finished_at=5.0), ended=5.0, collected=True),
-        member(Reading.EXITED, 2, exit=KILLED, ended=2.0, collected=True),
+        member(ObservedState.EXITED, 0, exit=exited(3, finished_at=1.0), ended=9.0, collected=True),
+        member(
+            ObservedState.EXITED, 1, exit=exited(64, finished_at=5.0), ended=5.0, collected=True
+        ),
+        member(ObservedState.EXITED, 2, exit=KILLED, ended=2.0, collected=True),
     )
     move = only(decide(view(COLLECTING, *members)))
     assert the_end((move,)) == failed(FailureClass.USER_ERROR)
@@ -319,18 +351,18 @@ def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
 
 def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:
     said = "job 7 of Slurm is cancelled, and it never began"
-    gave_up = member(Reading.VOIDED, refusal=f"voided: {said}")
+    gave_up = member(ObservedState.VOIDED, refusal=f"voided: {said}")
     end = only(decide(view(LAUNCHING, gave_up)))
     assert (end.outcome, end.failure, end.because) == (Outcome.VOID, FailureClass.PREEMPTION, said)
     assert only(decide(view(LAUNCHING, gave_up, cancel=True))).failure is None
-    gone = member(Reading.LOST, engine_says="job 7 of Slurm is node fail", quiet=True)
+    gone = member(ObservedState.LOST, engine_says="job 7 of Slurm is node fail", quiet=True)
     end = only(decide(view(RUNNING, gone)))
     assert end.failure is FailureClass.SUPERVISOR_LOST
     assert "job 7 of Slurm is node fail" in end.because
 
 
 def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
-    assert not over(view(ENDED, member(Reading.EXITED)))
+    assert not over(view(ENDED, member(ObservedState.EXITED)))
     assert over(AttemptView("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
     assert not over(AttemptView("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))
 
@@ -339,24 +371,30 @@ def test_an_attempt_is_over_once_it_has_ended_and_is_cleaned_up() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "reading", "known", "what"), [
-    (5, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.LEAVE),
-    (4, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.KILL),
-    (5, Reading.RUNNING, Known(live_epoch=None, highest_epoch=5), Stray.KILL),
-    (5, Reading.CLAIMED, Known(live_epoch=None, highest_epoch=6), Stray.KILL),
-    (5, Reading.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE), (5, Reading.RUNNING, None, Stray.REPORT),
-    (5, Reading.EXITED, None, Stray.LEAVE), (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.REPORT),
-    (7, Reading.QUEUED, None, Stray.REPORT), (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
-    (6, Reading.QUEUED, Known(7, 7), Stray.KILL),
+    (5, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.LEAVE),
+    (4, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.KILL),
+    (5, ObservedState.RUNNING, JobEpochs(live_epoch=None, highest_epoch=5), OrphanAction.KILL),
+    (5, ObservedState.CLAIMED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.KILL),
+    (5, ObservedState.EXITED, JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE),
+    (5, ObservedState.RUNNING, None, OrphanAction.REPORT),
+    (5, ObservedState.EXITED, None, OrphanAction.LEAVE),
+    (6, ObservedState.RUNNING, JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.REPORT),
+    (7, ObservedState.QUEUED, None, OrphanAction.REPORT), (7, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.LEAVE),
+    (6, ObservedState.QUEUED, JobEpochs(7, 7), OrphanAction.KILL),
 ])  # fmt: skip
-def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) -> None:
-    assert stray(epoch, reading, known) is what
+def test_the_action_for_an_attempt_without_a_controller(
+    epoch: int, reading: ObservedState, known: JobEpochs | None, what: OrphanAction
+) -> None:
+    assert orphan_action(epoch, reading, known) is what
 
 
-@pytest.mark.parametrize("reading", [Reading.LOST, Reading.EXITED])
+@pytest.mark.parametrize("reading", [ObservedState.LOST, ObservedState.EXITED])
 @pytest.mark.parametrize(("known", "what"), [
-    (None, Stray.REPORT), (Known(live_epoch=4, highest_epoch=4), Stray.REPORT),
-    (Known(live_epoch=5, highest_epoch=5), Stray.LEAVE), (Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
+    (None, OrphanAction.REPORT), (JobEpochs(live_epoch=4, highest_epoch=4), OrphanAction.REPORT),
+    (JobEpochs(live_epoch=5, highest_epoch=5), OrphanAction.LEAVE), (JobEpochs(live_epoch=None, highest_epoch=6), OrphanAction.LEAVE),
 ])  # fmt: skip
-def test_what_outlives_its_supervisor(reading: Reading, known: Known | None, what: Stray) -> None:
-    assert stray(5, reading, known, survivors=1) is what
-    assert stray(5, reading, known, survivors=0) is Stray.LEAVE
+def test_the_action_for_processes_without_a_supervisor(
+    reading: ObservedState, known: JobEpochs | None, what: OrphanAction
+) -> None:
+    assert orphan_action(5, reading, known, survivors=1) is what
+    assert orphan_action(5, reading, known, survivors=0) is OrphanAction.LEAVE

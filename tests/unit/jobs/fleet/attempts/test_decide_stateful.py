@@ -26,7 +26,7 @@ from groupwise.jobs.fleet.attempts.decide import (
     Launch,
     MemberView,
     Move,
-    Reading,
+    ObservedState,
     Void,
     decide,
     over,
@@ -103,7 +103,7 @@ class ModelAttempt:
 class Volatile:
     """What a dispatcher knows of a member, and forgets when it dies."""
 
-    reading: Reading = Reading.UNKNOWN
+    reading: ObservedState = ObservedState.UNKNOWN
     exit: ExitRecord | None = None
     refusal: str | None = None
     quiet: bool | None = None
@@ -313,7 +313,7 @@ class Fleet(RuleBasedStateMachine):
         if self.delayed:
             return None
         if not (host.powered and host.connected):
-            self.minds[attempt.epoch, rank] = replace(mind, reading=Reading.UNREACHABLE)
+            self.minds[attempt.epoch, rank] = replace(mind, reading=ObservedState.UNREACHABLE)
             return None
         answer = self._perform(host, request)
         if answer is not None and "state" in answer:
@@ -329,7 +329,7 @@ class Fleet(RuleBasedStateMachine):
     def _hear(self, attempt: ModelAttempt, rank: int, answer: dict[str, Any]) -> None:
         state, mind = answers.parse_member_state(answer), self._mind(attempt, rank)
         never_ran = state.state is RunnerState.LOST and state.pid is None
-        mind.reading = Reading.ABSENT if never_ran else Reading(state.state)
+        mind.reading = ObservedState.ABSENT if never_ran else ObservedState(state.state)
         mind.exit = state.exit or mind.exit
         mind.refusal = state.refused.code if state.refused else mind.refusal
 

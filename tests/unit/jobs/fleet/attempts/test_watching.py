@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses, Watch
+from groupwise.jobs.fleet.attempts.watching import MachineWatch, PollTiming
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import Request
 from tests.fake_hosts import FakeHosts, Script
 
-QUICK = Pauses(poll=5.0, first=0.005, longest=0.01)
+QUICK = PollTiming(poll=5.0, first=0.005, longest=0.01)
 
 
 class Ear:
@@ -60,16 +60,18 @@ def rack() -> FakeHosts:
 
 
 @pytest.fixture
-async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
+async def watch(rack: FakeHosts) -> AsyncIterator[MachineWatch]:
     machine = Machine("a", "local", "", 22, None, None, None, None, "fleet", "python3", None, None, 500, False, True)  # fmt: skip
     runner = Runner(rack["a"])
-    made = Watch(machine, lambda _: runner, QUICK)
+    made = MachineWatch(machine, lambda _: runner, QUICK)
     yield made
     for listener in list(made.listeners.values()):
         made.remove(listener)
 
 
-async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: Watch) -> None:
+async def test_silence_is_told_to_all_and_so_is_its_end(
+    rack: FakeHosts, watch: MachineWatch
+) -> None:
     one, two = Ear("job-1", 1), Ear("job-2", 2, machine_answers=False)
     watch.add(one)
     watch.add(two)
@@ -88,7 +90,7 @@ async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: 
 
 @pytest.mark.parametrize("news", [False, True])
 async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
-    watch: Watch, news: bool
+    watch: MachineWatch, news: bool
 ) -> None:
     asked = 0
 
@@ -98,7 +100,7 @@ async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
         return (MemberState("job-1", 1, RunnerState.RUNNING, log_size=asked * news),)
 
     watch.runner(watch.machine).wait = at_once  # type: ignore[method-assign]
-    watch.pauses = Pauses(first=1000.0)
+    watch.poll_timing = PollTiming(first=1000.0)
     watch.add(Ear("job-1", 1))
     running = asyncio.create_task(watch.run())
     for _ in range(50):
@@ -108,7 +110,7 @@ async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
 
 
 async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
-    rack: FakeHosts, watch: Watch
+    rack: FakeHosts, watch: MachineWatch
 ) -> None:
     heard, unheard = Ear("job-1", 1), Ear("job-2", 2, machine_answers=False)
     watch.add(heard)

@@ -153,7 +153,7 @@ async def test_what_an_earlier_try_left_torn_is_fetched_again(
     assert tree(artefact_folder(place, JOB, output.epoch)) == FILES
 
 
-async def test_what_is_no_plain_file_is_left_out_and_named(
+async def test_links_and_pipes_are_left_out_and_listed(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)

@@ -102,7 +102,7 @@ def test_failures_stay_longer_than_successes(database: Database) -> None:
     assert len(free(database, names, Retention(HOUR, HOUR))) == 6
 
 
-def test_what_is_not_over_for_certain_stays(database: Database) -> None:
+def test_files_of_attempts_that_may_still_run_are_kept(database: Database) -> None:
     assert free(database, write(database, Ended())) == [("job", 1)]
     stays = {
         "live": Ended(state="launching", cleanup="pending", goes_on=True),

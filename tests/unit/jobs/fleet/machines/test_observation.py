@@ -196,7 +196,7 @@ def leaves(document: Any) -> Iterator[tuple[Any, Any]]:
             yield from leaves(value)
 
 
-def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
+def test_hostile_observations_are_rejected_or_stored(fleet: Fleet):
     """Everything that a machine says, in turn, as one that lies may say it: refused as no answer, or written down."""
     odd = (2**31, 2**63, -(2**63), 10**400, 1e308, math.inf, math.nan, "x" * 100_000, None, [], {})
     refused = tried = 0
@@ -276,9 +276,7 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     ],
     ids=["its supervisor was killed", "it could not be killed", "its folder is gone"],
 )
-def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
-    fleet: Fleet, alive: dict[str, Any]
-):
+def test_processes_without_a_supervisor_hold_their_job_back(fleet: Fleet, alive: dict[str, Any]):
     fleet.look(gpu(0))
     submit(fleet.database, "back", gpus=1)
     now = fleet.database.run(databases.database_time)

@@ -62,7 +62,7 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     ({"index_url": "https://me:hush@x/simple"}, "--secret PIP_INDEX_URL=env:NAME"),
     ({"extra_index_urls": ["https://hush@x/simple"]}, "--secret PIP_INDEX_URL=env:NAME"),
     ({"index_url": "pypi.org"}, "the address of a package index is expected"),
-    ({"index_url": "https://a/b c"}, "the address of a package index is expected"), ({"index_url": "https://[/"}, "this is no address"),
+    ({"index_url": "https://a/b c"}, "the address of a package index is expected"), ({"index_url": "https://[/"}, "this is not an address"),
     ({"index_url": "https://x", "environment": {"PIP_INDEX_URL": "y"}}, "give one"), ({"python": "bin/python"}, "its whole path"),
     ({"python": "--version"}, "its whole path"), ({"python": ""}, "its whole path"), ({"python": "/a\0b"}, "NUL"),
     ({"environment": {"LD_PRELOAD": "x"}}, "not for jobs to set"), ({"environment": {"A": "x\0y"}}, "NUL"),
@@ -71,7 +71,7 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     ({"secrets": {"PIP_INDEX_URL": "env:THAT_NOBODY_SET"}}, "no text that can be read"),
     ({"secrets": {"PIP_INDEX_URL": "env:*"}}, "no pattern"),
 ])  # fmt: skip
-def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
+def test_invalid_prepare_options_are_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refused:
         plan_of(PrepareOptions(**asked))
     assert why in str(refused.value)

@@ -175,7 +175,7 @@ def test_retry_begins_a_new_generation(small: Any) -> None:
     assert small.events() == [("user:ada", "job.retried"), ("admission", "job.queued")] * 2
 
 
-def test_nothing_else_is_retried(small: Any) -> None:
+def test_only_failed_or_cancelled_jobs_can_be_retried(small: Any) -> None:
     for status in ("completed", "held", "running", "queued", "pending"):
         job = small.job(status)
         with pytest.raises(Refusal, check=lambda refused: refused.code == "job_state"):

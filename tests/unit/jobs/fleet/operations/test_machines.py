@@ -72,7 +72,7 @@ def test_a_machine_that_was_given_up_and_is_added_again_is_not_used_before_it_is
     assert found["lost_at"] is None, "nothing was left there"
 
 
-def test_what_was_given_up_on_a_lost_machine_is_not_pruned_before_it_is_back(small: Any) -> None:
+def test_a_job_on_a_lost_machine_is_pruned_only_after_the_machine(small: Any) -> None:
     given_up(small, "gpu-1")
     (lost,) = small.database.read(lambda s: list(s.scalars(select(Job.job_id))))
     failed = update(Job).values(status="failed")

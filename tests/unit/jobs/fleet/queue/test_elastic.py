@@ -55,7 +55,7 @@ def test_reasons_why_a_job_does_not_fit_an_engine(
     assert found is None if word is None else word in str(found)
 
 
-def test_what_is_asked_of_the_engine_is_what_the_job_asked_for() -> None:
+def test_slurm_options_request_the_resources_of_the_job() -> None:
     wanted = Resources(gpus=2, cpus=4, ram_mb=32_000)
     row = slurm(gpus=4, gpu_model="a100", options=["--partition=gpu", "--account=lab"])
     found = row.engine(wanted, Limits(time_seconds=3600.0, grace_seconds=30.0))
@@ -67,7 +67,7 @@ def test_what_is_asked_of_the_engine_is_what_the_job_asked_for() -> None:
     assert slurm().engine(Resources(gpus=0), Limits()).options == ("--nodes=1",)
 
 
-def test_what_is_asked_of_ray_is_in_its_words() -> None:
+def test_ray_options_request_the_resources_of_the_job() -> None:
     row = elastic_of({"name": "ray", "gpus": 4, "gpu_model": "A100", "options": ["apart=1"]})
     assert row is not None
     found = row.engine(Resources(gpus=2, cpus=4, ram_mb=32_000), Limits(time_seconds=60.0))

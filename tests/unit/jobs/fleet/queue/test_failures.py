@@ -129,7 +129,7 @@ class Longest(random.Random):
         return b
 
 
-def test_what_is_taken_is_waited_for_at_longer_and_longer_intervals() -> None:
+def test_a_job_whose_gpu_is_taken_is_requeued_with_growing_delays() -> None:
     spent: dict[str, Any] = {}
     delays: list[float] = []
     for _ in range(50):

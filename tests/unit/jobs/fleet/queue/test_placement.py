@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from groupwise.jobs.fleet.queue import placement
 from groupwise.jobs.fleet.queue.elastic import elastic_of
 from groupwise.jobs.fleet.queue.placement import (
-    NOTHING_HELD,
+    NOTHING_WITHHELD,
     Avoid,
     Blocked,
-    Held,
     Machine,
     MachineGPU,
     Placement,
+    WithheldCapacity,
     apply,
     has_room,
     place,
@@ -260,7 +260,7 @@ def needs(draw: st.DrawFn) -> Resources:
     )
 
 
-def gives(machine: Machine, asked: Resources, held: Held) -> bool:
+def gives(machine: Machine, asked: Resources, held: WithheldCapacity) -> bool:
     """By a search over all choices of GPUs: whether the machine could seat the job."""
     if machine.trouble or (asked.vm and asked.vm != machine.vm_id):
         return False
@@ -282,7 +282,7 @@ def gives(machine: Machine, asked: Resources, held: Held) -> bool:
     )
 
 
-def suits(gpu: MachineGPU, asked: Resources, held: Held) -> bool:
+def suits(gpu: MachineGPU, asked: Resources, held: WithheldCapacity) -> bool:
     if gpu.trouble or gpu.whole or gpu.gpu_id in held.gpus:
         return False
     if asked.gpu_model and asked.gpu_model != gpu.model:
@@ -295,16 +295,16 @@ def suits(gpu: MachineGPU, asked: Resources, held: Held) -> bool:
 
 
 @st.composite
-def withheld(draw: st.DrawFn) -> Held:
+def withheld(draw: st.DrawFn) -> WithheldCapacity:
     gpus = draw(st.sets(st.integers(0, 10), max_size=3))
     slots = draw(st.sets(st.tuples(st.sampled_from("abcd"), st.integers(0, 1)), max_size=2))
-    return Held(dict.fromkeys(gpus, "other"), dict.fromkeys(slots, "other"))
+    return WithheldCapacity(dict.fromkeys(gpus, "other"), dict.fromkeys(slots, "other"))
 
 
 @settings(max_examples=60)
 @given(fleets(), needs(), withheld(), st.randoms())
 def test_a_place_is_found_whenever_there_is_one(
-    fleet: list[Machine], asked: Resources, held: Held, rng: random.Random
+    fleet: list[Machine], asked: Resources, held: WithheldCapacity, rng: random.Random
 ) -> None:
     answer = place(asked, fleet, held_for_others=held)
     possible = sum(gives(machine, asked, held) for machine in fleet) >= asked.machines
@@ -329,7 +329,7 @@ def test_a_place_is_found_whenever_there_is_one(
 @settings(max_examples=150)
 @given(fleets(), needs(), withheld(), st.data())
 def test_machines_that_are_alike_need_not_all_be_examined(
-    machines: list[Machine], asked: Resources, held: Held, data: st.DataObject
+    machines: list[Machine], asked: Resources, held: WithheldCapacity, data: st.DataObject
 ) -> None:
     fleet = [
         replace(
@@ -347,7 +347,7 @@ def test_machines_that_are_alike_need_not_all_be_examined(
         data.draw(st.frozensets(st.sampled_from(ids), max_size=3)),
     )
 
-    def answers() -> tuple[Any, Held]:
+    def answers() -> tuple[Any, WithheldCapacity]:
         answer = place(asked, fleet, held_for_others=held, avoid=avoid)
         return answer, withhold(asked, fleet, job_id="big", held=held)
 
@@ -514,5 +514,5 @@ def test_a_gang_gets_distinct_machines_or_nothing() -> None:
 
 def test_nothing_is_withheld_for_a_job_that_can_never_run() -> None:
     fleet = [machine("a", 2), machine("b", 2, trouble="draining")]
-    assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_HELD
-    assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_HELD
+    assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_WITHHELD
+    assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_WITHHELD

@@ -33,7 +33,9 @@ def test_spellings_of_postgresql() -> None:
     (f"mysql://ada:{SECRET}@db/fleet", "begins with mysql"), (f"postgresql://ada:{SECRET}@db:port/fleet", "cannot be read"),
     (f"ada:{SECRET}@db/fleet", "no '://'"),
 ])  # fmt: skip
-def test_what_is_no_database_of_ours(given: str, words: str) -> None:
+def test_unsupported_database_urls_are_refused_without_their_password(
+    given: str, words: str
+) -> None:
     with pytest.raises(UsageError, match=words) as raised:
         engine.parse(given)
     assert SECRET not in str(raised.value)

@@ -31,7 +31,7 @@ class RolloutRequest:
     params: SamplingParams
     """Sampling parameters of one completion; kinds with several stages or turns change its length and stop texts as configured."""
 
-    def request(
+    def sampler_request(
         self, prompt_ids: tuple[int, ...], seeds: Iterable[int], **params: Any
     ) -> GroupRequest:
         """The request to the sampler for a part of the rollouts; `params` replaces single sampling parameters."""
@@ -50,7 +50,7 @@ class RolloutKind(Protocol):
         """Prepare, including worker processes. Optional: the first sample does it too."""
         ...
 
-    async def sample(self, sampler: Sampler, ask: RolloutRequest) -> Group:
+    async def sample(self, sampler: Sampler, request: RolloutRequest) -> Group:
         """The group for a `RolloutRequest`. Many may be awaited concurrently; groups do not depend on each other."""
         ...
 
