@@ -56,7 +56,7 @@ def echo() -> Generator[Service]:
 
 @pytest.fixture(autouse=True)
 def _waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST", 0.002)
+    monkeypatch.setattr(waiting, "FIRST_WAIT", 0.002)
 
 
 @pytest.fixture

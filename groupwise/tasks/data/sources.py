@@ -322,7 +322,7 @@ def _read_csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
                 yield dict(zip(header, cells, strict=True))
     except csv.Error as error:
         kind = file.suffix[1:].upper()
-        raise TaskError(f"{file} is no {kind} that can be read: {error}.") from error
+        raise TaskError(f"{file} cannot be read as {kind}: {error}.") from error
     finally:
         csv.field_size_limit(previous_limit)
 

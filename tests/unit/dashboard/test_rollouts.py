@@ -55,7 +55,7 @@ async def test_an_example_has_all_of_its_groups_whole(tmp_path: Path) -> None:
     }
     async with asking(tmp_path) as found:
         beyond = await found.get("/runs/often/examples/0?page=4")
-        assert (beyond.status_code, "no page 4" in beyond.text) == (404, True)
+        assert (beyond.status_code, "do not reach page 4" in beyond.text) == (404, True)
         assert 'rel="next"' in (await found.get("/runs/often/examples/0?page=2")).text
     overview = await json_of(tmp_path, "/runs/often")
     assert [each["step"] for each in overview["warnings"]] == [*range(26, 46)]

@@ -212,7 +212,7 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(new: Any) -> None
     ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
     ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
     ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"), ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
-    ("a.csv", 'a\n"open\n', "a.csv is not CSV that can be read"), ("a.csv", "", "has no rows"),
+    ("a.csv", 'a\n"open\n', "a.csv cannot be read as CSV"), ("a.csv", "", "has no rows"),
     ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
     ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
     ("a.jsonl", '{"a": ' + "[" * 100_000, "a.jsonl, line 1 is nested too deep"),

@@ -181,5 +181,5 @@ def test_what_a_hook_returns():
 
 @pytest.mark.parametrize("given", [3, int, "early_stop", object()])
 def test_what_a_hook_may_not_return(given):
-    with pytest.raises(TaskError, match=r"^here: \w+ is .* no callback"):
+    with pytest.raises(TaskError, match=r"^here: \w+ is .* not a callback"):
         hook_callbacks([given], GIVEN, "here")
