@@ -39,7 +39,7 @@ def check(
     """Check a task and its rewards before any training. No model is loaded."""
     collect_seldom()
     from groupwise.cli import findings
-    from groupwise.cli.printing import command_line, print_next
+    from groupwise.cli.printing import command_line, command_to_configure, print_next
     from groupwise.training.checks.check import check as run
 
     report = run(
@@ -62,7 +62,7 @@ def check(
         findings.show_text(prompt)
     findings.show_verdict(report)
     if not report.exit_code and config is None and task_module is not None:
-        print_next(_command_to_configure(task_module))
+        print_next(command_to_configure(task_module))
     elif not report.exit_code:
         line = command_line("rl", config, task_module, *(overrides or ()))
         print_next((line, "the training"))
@@ -93,7 +93,7 @@ def doctor(
         return
     from groupwise.cli import findings
     from groupwise.cli.output import collect_seldom, write_json
-    from groupwise.cli.printing import command_line, print_next
+    from groupwise.cli.printing import command_line, command_to_configure, print_next
 
     collect_seldom()
     from groupwise.training.checks.doctor import doctor as run
@@ -108,25 +108,16 @@ def doctor(
         write_json(report.summary)
     else:
         findings.show_verdict(report)
-        if report.exit_code:
-            pass
-        elif task_module is not None and config is None and not overrides:
-            print_next(_command_to_configure(task_module))
-        elif task_module is not None:
-            line = command_line("rl", config, task_module, *(overrides or ()))
-            print_next((line, "the training"))
-        elif config is None:
-            line = command_line("check", None, "TASK.py")
-            print_next((line, "whether the rewards of your task can teach anything"))
+        if not report.exit_code:
+            if task_module is None and config is None:
+                line = command_line("check", None, "TASK.py")
+                print_next((line, "whether the rewards of your task can teach anything"))
+            elif task_module is not None and config is None and not overrides:
+                print_next(command_to_configure(task_module))
+            elif task_module is not None:
+                line = command_line("rl", config, task_module, *(overrides or ()))
+                print_next((line, "the training"))
     raise typer.Exit(report.exit_code)
-
-
-def _command_to_configure(task: str) -> tuple[str, str]:
-    """The command that writes a config for a task."""
-    from groupwise.cli.printing import command_line
-
-    line = command_line("init", None, task, "-m", "smollm2-135m-instruct")
-    return line, "a config for this task, a model and this machine"
 
 
 def _clear_weight_cache(*, as_json: bool) -> None:

@@ -155,7 +155,7 @@ def _evaluate_task(
     from groupwise.engine.distributed.prefork import early_zygote
 
     with early_zygote(options["overrides"]):
-        from groupwise.cli.printing import command_line, print_next
+        from groupwise.cli.printing import command_line, command_to_compare, print_next
         from groupwise.training.evaluation.evaluate import evaluate_policies
 
         results = evaluate_policies(*task, **options)
@@ -192,8 +192,7 @@ def _evaluate_task(
         typer.echo("\n" if number else "", nl=False)
         print_comparison(comparison)
     first, *_, last = (str(result.path) for result in results if result.path)
-    line = command_line("runs compare", None, None, first, last, "--rows", "5")
-    print_next((line, "the prompts that changed most"))
+    print_next(command_to_compare(first, last))
 
 
 def _print_evaluation(summary: dict[str, Any]) -> None:
@@ -263,7 +262,7 @@ KEYS_FOR_TASKS = {
     "max_new_tokens": "eval.max_completion_length",
     "runs_dir": "run.dir",
 }
-"""Options of suites for which an evaluation of a task has a key of the config."""
+"""Options for `--suite`, with the config key that does the same in an evaluation of a task."""
 
 
 def _refuse_options(options: dict[str, Any], preposition: Literal["with", "without"]) -> None:

@@ -25,7 +25,7 @@ from groupwise.core.terminal.text import clean, one_line, shorten
 MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 ABSENT = ("0", "false", "null")
-"""What a plan does not show, since the run has none of it. `--json` has it."""
+"""Values that `print_plan` leaves out, because the run does not use that part. `--json` has them."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
 
@@ -68,8 +68,10 @@ def print_plan(summary: Mapping[str, Any]) -> None:
             print_text(f"\n{name}")
             for entry in cast("list[Any]", value) if isinstance(value, list) else [value]:
                 text = entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
-                lines = "\n".join(fold(text, 2))
-                print_text(indent(lines, "  ") if _is_short(text) else indent(text, "  │ "))
+                if _is_short(text):
+                    print_text("\n".join(f"  {line}" for line in fold(text, 2)))
+                else:
+                    print_text(indent(text, "  │ "))
     if "warm_up" in summary:
         print_text("\n━━ the warm-up ━━\n")
         print_plan(summary["warm_up"])
@@ -136,21 +138,35 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
     return " ".join([f"groupwise {words}", *(shlex.quote(word) for word in (*options, *more))])
 
 
+def command_to_configure(task: str) -> tuple[str, str]:
+    """The command that writes a config for a task."""
+    line = command_line("init", None, task, "-m", "smollm2-135m-instruct")
+    return line, "a config for this task, a model and this machine"
+
+
+def command_to_compare(a: str, b: str) -> tuple[str, str]:
+    """The command that shows the prompts whose answers differ most between two policies."""
+    line = command_line("runs compare", None, None, a, b, "--rows", "5")
+    return line, "the prompts that changed most"
+
+
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run: its numbers, what there is to read, and its weights."""
     return [command_to_show(folder), *commands_to_read(folder), command_to_export(folder)]
 
 
 def command_to_show(folder: Path) -> tuple[str, str]:
-    """The command that shows a run in numbers."""
-    line = f"groupwise runs show {shlex.quote(folder.name)}{dir_option(folder)}"
+    """The command `groupwise runs show` for a run."""
+    line = f"groupwise runs show {shlex.quote(folder.name)}{dir_option(folder.parent)}"
     return line, "its numbers, evaluations and warnings"
 
 
 def command_to_export(folder: Path) -> tuple[str, str]:
-    """The command that writes a run's weights."""
+    """The command `groupwise runs export` for a run."""
     name = shlex.quote(folder.name)
-    line = f"groupwise runs export {name} --to merged --output {name}-model{dir_option(folder)}"
+    line = (
+        f"groupwise runs export {name} --to merged --output {name}-model{dir_option(folder.parent)}"
+    )
     return line, "the weights as a model for others to load"
 
 
@@ -160,7 +176,7 @@ def commands_to_read(folder: Path) -> list[tuple[str, str]]:
     from groupwise.runs.schema import RECORD
     from groupwise.runs.store import Store
 
-    name, place = shlex.quote(folder.name), dir_option(folder)
+    name, place = shlex.quote(folder.name), dir_option(folder.parent)
     commands: list[tuple[str, str]] = []
     found = best_and_worst(folder)
     for order, view in found.items():
@@ -178,7 +194,7 @@ def commands_to_read(folder: Path) -> list[tuple[str, str]]:
 
 def commands_after_sft(folder: Path, task: str | None) -> list[tuple[str, str]]:
     """Commands that are useful after a supervised run: its curve, and reinforcement learning from its weights."""
-    run = str(folder) if dir_option(folder) else folder.name
+    run = str(folder) if dir_option(folder.parent) else folder.name
     line = command_line("rl", None, task, "--config", "C.yaml", "--init-from", run)
     return [
         (f"groupwise runs plot {shlex.quote(run)}", "the curve of its loss"),
@@ -186,10 +202,9 @@ def commands_after_sft(folder: Path, task: str | None) -> list[tuple[str, str]]:
     ]
 
 
-def dir_option(folder: Path) -> str:
-    """The option `--dir` that finds this run's folder; empty if it is where commands look by themselves."""
-    place = folder.parent
-    return "" if place.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(place))}"
+def dir_option(runs: Path) -> str:
+    """The option `--dir` for this folder of runs; empty if it is where commands look by themselves."""
+    return "" if runs.resolve() == RUNS.resolve() else f" --dir {shlex.quote(str(runs))}"
 
 
 def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:

@@ -52,10 +52,10 @@ def config_of(
 ) -> Path | dict[str, Any]:
     """The path of the config, or an empty config that consists only of defaults and overrides."""
     if config is None and not overrides:
-        from groupwise.cli.printing import command_line
+        from groupwise.cli.printing import command_to_configure
         from groupwise.core.errors import UsageError
 
-        line = command_line("init", None, task or "TASK", "-m", "smollm2-135m-instruct")
+        line, _ = command_to_configure(task or "TASK")
         raise UsageError(
             f"Missing option '--config'. `{line}` writes such a YAML file. Or give every key that you need as key=value: "
             "model.name=tiny …"

@@ -61,7 +61,7 @@ class Advice:
     alike: bool | None = None
     """Give the advice only if the completions of a group are mostly alike (True) or mostly different (False). None: always."""
     do_as_client: str = ""
-    """What to do about a run of the training server, if that is not `do`: prompts and rewards are with its clients."""
+    """What to do in a run of the training server, whose clients have the prompts and rewards. Empty: the same as `do`."""
 
 
 RULES = (

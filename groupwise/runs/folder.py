@@ -62,7 +62,7 @@ START = "start"
 TOKENIZER = "tokenizer"
 SERVER_LOG = "vllm.log"
 CLIENTS = "clients"
-"""The fact `task` of a run of the training server: its clients have the prompts and rewards."""
+"""The task name of a run of the training server, whose clients have the prompts and rewards."""
 FINAL_STEP = "final_step"
 """Key of the fact that says after how many steps the weights in `final/` were saved."""
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
+from groupwise.core.terminal.quantities import counted
 from groupwise.runs.database import FORMAT, WRITER_CACHE_KIB, explaining_sqlite
 from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
@@ -65,13 +66,13 @@ class RebuiltRecord:
     steps: int
     """Number of recovered steps."""
     lost: tuple[int, ...]
-    """Steps that no segment has."""
+    """Steps that are in no segment."""
     damaged: Path | None
     """The present path of the damaged record; None if there was none."""
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        recovered_text = f"{self.steps} step{'s' * (self.steps != 1)} recovered, with everything recorded up to the last checkpoint"
+        recovered_text = f"{counted(self.steps, 'step')} recovered, with everything recorded up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
@@ -92,7 +93,7 @@ class RebuiltRecord:
 
 
 def write_record_segment(run: Path, record: Path, folder: Path, step: int) -> None:
-    """Write the segment of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
+    """Write the record since the previous checkpoint into `folder`, the unfinished folder of the checkpoint after `step` steps."""
     first = max((end for end, _ in _all_segments(run) if end < step), default=0)
     with _new_segment(folder / SEGMENT_FILE) as connection:
         _attach(connection, record, "ro")

@@ -30,7 +30,7 @@ class JobCommand:
     script: str | None
     """A Python file of the project; None: a command or program."""
     words: tuple[str, ...]
-    """A command of groupwise or any other program, with its arguments; or the arguments of the script."""
+    """The command of groupwise or the program, with its arguments. If there is a script: the script's arguments."""
 
     @property
     def verb(self) -> str | None:
@@ -46,7 +46,7 @@ class JobCommand:
         """The command line of the job, in an environment with groupwise."""
         if self.script is not None:
             return ("python", self.script, *self.words)
-        return self.words if self.verb is None else ("groupwise", *self.words)
+        return self.words if self.verb is None else (PROGRAM, *self.words)
 
 
 class LaunchCommand(Command):
@@ -81,7 +81,9 @@ def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
     for n, word in enumerate(args):
         if word == "--":
             words = args[n + 1 :]
-            return [*args[:n]], JobCommand(None, tuple(words[words[:1] == [PROGRAM] :]))
+            if words[:1] == [PROGRAM]:  # as in `fleet submit`, where each program is named
+                words = words[1:]
+            return [*args[:n]], JobCommand(None, tuple(words))
         if word == SCRIPT or word.startswith(f"{SCRIPT}="):
             _, equals, path = word.partition("=")
             arguments = list(args[n + 1 :])

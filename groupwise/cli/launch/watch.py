@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code, write_json
+from groupwise.cli.printing import command_to_show
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.quantities import counted
@@ -144,11 +144,10 @@ def watch(
 def say_next(note: Note, document: dict[str, Any], folder: Path) -> None:
     """Print the command that is useful after a fetch: to look at the first run, to clean up, or to follow a job that still runs."""
     if document["runs"]:
-        runs = (folder / document["runs"][0]["folder"]).parent
-        line = f"runs show {shlex.quote(document['runs'][0]['run'])} --dir {shlex.quote(str(runs))}"
+        line, _ = command_to_show(folder / document["runs"][0]["folder"])
     else:
-        line = f"launch {'remove' if document['exit_known'] else 'logs -f'} {note.name}"
-    say(f"next: groupwise {line}")
+        line = f"groupwise launch {'remove' if document['exit_known'] else 'logs -f'} {note.name}"
+    say(f"next: {line}")
 
 
 def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:

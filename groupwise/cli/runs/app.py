@@ -172,7 +172,9 @@ def rollouts(
     else:
         _print_rollouts(views)
         if sys.stdout.isatty():
-            print_next((f"groupwise web{dir_option(path)}", "them token by token, in a browser"))
+            print_next(
+                (f"groupwise web{dir_option(path.parent)}", "them token by token, in a browser")
+            )
 
 
 @command(app, "plot")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,8 @@ from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
     RunsDir,
+    command_to_compare,
+    dir_option,
     indent,
     print_next,
     print_pairs,
@@ -53,12 +54,11 @@ def compare(
         write_json(comparison.summary(rows))
     else:
         print_comparison(comparison, rows)
-        where = "" if dir == RUNS else f" --dir {shlex.quote(str(dir))}"
         if comparison.changed and not rows:
-            line = f"groupwise runs compare {shlex.quote(a)} {shlex.quote(b)} --rows 5{where}"
-            print_next((line, "the prompts that changed most"))
+            line, purpose = command_to_compare(a, b)
+            print_next((f"{line}{dir_option(dir)}", purpose))
         else:
-            print_next((f"groupwise web{where}", "both curves in a browser"))
+            print_next((f"groupwise web{dir_option(dir)}", "both curves in a browser"))
 
 
 def print_comparison(comparison: Comparison, rows: int = 0) -> None:

@@ -586,6 +586,6 @@ class _ControlPlane:
                 "`groupwise fleet up` picks up where it is then."
             )
             if deadman is not None:
-                farewell += f" Start it within {duration(deadman)}: then the first machine's deadman ends its jobs."
+                farewell += f" Start it again within {duration(deadman)}: after that, machines with a deadman end their jobs."
         with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)

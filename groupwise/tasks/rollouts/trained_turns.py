@@ -19,7 +19,7 @@ from groupwise.core.plugins import explain, load
 from groupwise.core.types import Message
 
 TrainedTurns = Callable[[Sequence[Message]], Sequence[bool]]
-"""Takes the turns of a rollout (at least one) and returns for each whether it is trained on."""
+"""A function that gets the turns of a rollout (at least one), and returns for each turn whether it is trained on."""
 
 
 def every_turn(turns: Sequence[Message]) -> list[bool]:

@@ -292,7 +292,7 @@ def estimate_lessons(
 
 
 SPARE_MIB = 300
-"""So much more than planned is no warning: beside a small model, libraries and tokenised prompts take most of a process."""
+"""MiB above the plan that need no warning: with a small model, libraries and tokenised prompts take most of the memory."""
 
 
 def peak(planned_mib: float, peak_bytes: int | None, step: str = "a whole step") -> Finding:

@@ -203,9 +203,13 @@ def _is_ours(module: Path) -> bool:
 
 
 COUNTED_IN_STEPS = (
-    *("training.max_steps", "training.warmup_steps"),
-    *("eval.eval_steps", "run.save_steps", "run.logging_steps"),
+    "training.max_steps",
+    "training.warmup_steps",
+    "eval.eval_steps",
+    "run.save_steps",
+    "run.logging_steps",
 )
+"""Keys whose value is a number of steps."""
 SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
 
 
@@ -595,7 +599,7 @@ def _translate_length(translation: Translation) -> None:
 
 
 def _count_in_our_steps(translation: Translation) -> None:
-    """Divide numbers of steps: a step of TRL is one update, and a step of ours all updates that learn from its completions."""
+    """Divide numbers of steps: TRL counts each update, and we count once for all updates from the same completions."""
     updates = 1
     for key in ("training.minibatches", "training.num_iterations"):
         if key in translation.choices:

@@ -89,7 +89,7 @@ class EvalResult:
     path: Path | None = None
     """The result file; None if none was written."""
     other_settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Keys that decide how prompts are answered and that the policy's run had otherwise: such as `64, in the run 16`."""
+    """Sampler settings that differ from those of the evaluated run. A value reads like `64, in the run 16`."""
 
     @classmethod
     def from_record(cls, record: EvaluationRecord) -> Self:
@@ -536,7 +536,7 @@ ANSWER_KEYS = ("max_completion_length", "min_completion_length", "stop", "stop_t
 
 
 def _other_settings(config: RunConfig, run_config: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of `ANSWER_KEYS` in which this evaluation differs from the run whose weights answer. A supervised run has none."""
+    """The settings in `ANSWER_KEYS` that differ from those of the evaluated run; empty for a supervised run, which has no sampler."""
     here, there = resolved_values(config)["sampler"], run_config.get("sampler", {})
     return {
         f"sampler.{key}": f"{json.dumps(here[key])}, in the run {json.dumps(there[key])}"

@@ -1,4 +1,4 @@
-"""Calls in the notations of the families, what is not a call, and what a stream may show of a text before it is known to be one."""
+"""Tool calls as each family of models writes them, text that is not a call, and how much of a text is streamed before that is known."""
 
 import json
 from pathlib import Path
