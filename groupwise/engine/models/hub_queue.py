@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,12 @@ def waiting(run: Path) -> list[QueuedUpload]:
 
 
 def _read_entries(files: Iterable[Path]) -> list[QueuedUpload]:
-    paths = sorted(files, key=lambda file: (_step_of(file.parent), file))
-    return [
-        QueuedUpload(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
-        for file in paths
-    ]
+    entries = []
+    for file in sorted(files, key=lambda file: (_step_of(file.parent), file)):
+        with suppress(FileNotFoundError):  # the uploading thread, or `runs push`, has removed it
+            target = Target(**json.loads(file.read_bytes()))
+            entries.append(QueuedUpload(_step_of(file.parent), file.parent, target))
+    return entries
 
 
 def _step_of(folder: Path) -> int:

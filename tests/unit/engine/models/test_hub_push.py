@@ -226,3 +226,20 @@ def test_who_uploads_elsewhere_has_a_queue_of_its_own(tmp_path, hub, folder):
     left = [entry.target.revision for entry in hub_queue.waiting(tmp_path)]
     assert left == ["b-1", "b-2"]
     assert set(hub.repositories["me/model"].branches) == {"main", "other/c-1", "other/c-2"}
+
+
+def test_an_entry_that_is_removed_while_the_queue_is_read_is_left_out(
+    tmp_path, folder, monkeypatch
+):
+    for step in (1, 2):
+        queue(tmp_path, step, folder)
+    first, _ = hub_queue.waiting(tmp_path)
+    read = Path.read_bytes
+
+    def drop_first(path: Path) -> bytes:
+        if first.is_there:
+            first.drop()  # as the thread that uploads does at any time
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", drop_first)
+    assert [entry.step for entry in hub_queue.waiting(tmp_path)] == [2]
