@@ -61,7 +61,7 @@ test-tunix: ## run the tests of the backend tunix, in an environment of its own 
 test-vllm: ## run the tests with vLLM's real server, in its build for CPUs, in an environment of its own (made first: 3.1 GB, three minutes)
 	$(READY) && $(ENVIRONMENT) vllm && $(PYTEST) -n 0 -m "vllm and not soak and not gpu" $(ARGS) tests/integration/real_vllm
 test-environments: ## run the tests of environments of other libraries, each in a virtual environment of its own (made first: 1.3 GB, two minutes)
-	$(READY) && $(BIN)/groupwise environments install examples/11_verifiers/fruits && $(BIN)/groupwise environments install examples/11_verifiers/sums_tool && $(BIN)/groupwise environments install textarena --kind textarena --name text-games && $(BIN)/groupwise environments install openenv --kind openenv && $(PYTEST) -n 0 -m "environments and not soak and not gpu" $(ARGS) tests/integration/environments
+	$(READY) && $(BIN)/groupwise environments install examples/11_verifiers/fruits && $(BIN)/groupwise environments install examples/11_verifiers/sums_tool && $(BIN)/groupwise environments install textarena --kind textarena --name text-games && $(BIN)/groupwise environments install openenv --kind openenv && $(PYTEST) -n $(WORKERS) -m "environments and not soak and not gpu" $(ARGS) tests/integration/environments
 test-web: ## run the tests of the dashboard in a real Chromium (installs it if it may)
 	$(READY) && $(BIN)/python scripts/real_servers.py chromium && $(PYTEST) -n $(WORKERS) --dist loadfile -m "web and not soak and not gpu" $(ARGS) tests/integration/web
 check: ## lint, format, types, layers, dependencies
