@@ -29,7 +29,7 @@ MAX_WITHOUT_SIGNAL = 0.7
 MIN_DISTINCT = 0.5
 """Share of distinct completions below which the members of a group count as alike."""
 MAX_SOLVED = 0.9
-"""Share of solved completions above which equal rewards and sure answers are no fault: the policy has learnt what there is."""
+"""Share of solved completions above which equal rewards and sure answers are not a fault: the policy has learnt what there is."""
 FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
 TOY = "tiny"
 """The model of random weights that shows whether a task runs."""

@@ -61,7 +61,7 @@ def parse_condition(condition: str) -> list[tuple[str, str, float]]:
     matches = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
     if not all(matches):
         raise ValueError(
-            f"{condition!r} is no condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
+            f"{condition!r} is not a condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
             "'groups/with_signal >= 0.6'; several are joined by ' and '."
         )
     return [(match[1], match[2], float(match[3])) for match in matches if match]

@@ -152,7 +152,7 @@ def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path, task):
-    with pytest.raises(ConfigError, match="'reward is 1' is no condition"):
+    with pytest.raises(ConfigError, match="'reward is 1' is not a condition"):
         groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
     with pytest.raises(UsageError, match="names rewards/shape, which the evaluation after 0 steps"):
         groupwise.rl(config(tmp_path, DRAWN, stop_when=["rewards/shape > 1"]), task)

@@ -105,9 +105,9 @@ def read_foreign(file: Path) -> ForeignConfig:
     except ConfigError:
         raise
     except (SyntaxError, RecursionError, ValueError) as error:
-        kind = {".py": "Python", ".ipynb": "notebook", ".json": "JSON", ".toml": "TOML"}
+        kind = {".py": "Python", ".ipynb": "a notebook", ".json": "JSON", ".toml": "TOML"}
         raise UsageError(
-            f"--from: {file} is no {kind.get(file.suffix, 'text')}: {error}."
+            f"--from: {file} is not {kind.get(file.suffix, 'text')}: {error}."
         ) from error
     if not isinstance(tree, Mapping):
         raise UsageError(f"--from: {file} holds {type(tree).__name__}, not keys with values.")

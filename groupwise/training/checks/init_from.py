@@ -736,7 +736,7 @@ def _translate_schedule(translation: Translation) -> None:
         with suppress(ValueError):
             scheduler_args = json.loads(scheduler_args)
     scheduler, default_args, difference = SCHEDULES.get(
-        schedule, ("linear", {}, "is no course of transformers")
+        schedule, ("linear", {}, "is not a schedule of transformers")
     )
     if "lr_scheduler_type" in translation.settings:
         translation.choose(

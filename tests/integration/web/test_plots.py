@@ -432,7 +432,9 @@ def test_nan_and_infinity_are_marked_gaps(plots: Plots) -> None:
     values[150:152] = [math.inf, 7.0]
     plots.run("lost", [{"grad_norm": value} for value in values])
     plots.draw("Gradient norm", "lost")
-    expect(plots.figure.locator(".lost")).to_have_text(re.compile("41 values are no finite number"))
+    expect(plots.figure.locator(".lost")).to_have_text(
+        re.compile("41 values are not finite numbers")
+    )
     assert "41 steps without a finite number" in plots.words()
     assert "highest 7" in plots.words()
     gap, there = plots.at(0.4, 0.6)

@@ -219,7 +219,7 @@ async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
         cookie = entered.headers["set-cookie"].lower()
         assert ("path=/dashboard;" in cookie, "httponly" in cookie) == (True, True)
         assert (await client.get(page)).status_code == 200
-        assert (await client.get("/status")).status_code == 401  # the cookie is no key
+        assert (await client.get("/status")).status_code == 401  # the cookie is not a key
         nobody = await client.get(page, headers={"Authorization": "Bearer gw-no"})
         assert nobody.status_code == 401
         left = await client.post("/dashboard/sign-out")

@@ -2,7 +2,7 @@
 
 1. What may pass is sent again, with the same idempotency key; what may not is not.
 2. `Retry-After` holds; patience ends.
-3. What is no answer says what came. The key never shows.
+3. The error for a response that is not an answer says what came. The key never shows.
 4. Streams go on after a cut; a model is there whole or not at all.
 """
 

@@ -240,7 +240,7 @@ def test_truncation_keeps_the_tokens_of_its_definition(params, seed):
     ids=str,
 )
 def test_a_large_vocabulary_keeps_what_transformers_keeps(params, spread):
-    """Flat logits too, of which the first tokens that are looked at are not enough. Ties are no matter here: there are none."""
+    """Flat logits too, of which the first tokens that are looked at are not enough. Ties do not matter here: there are none."""
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     rng = torch.Generator().manual_seed(3)

@@ -393,7 +393,7 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
     assert sent == [signal.SIGTERM]
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    send_signal(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
+    send_signal(ended.pid, 1, signal.SIGKILL)  # nobody receives it: not an error
     assert sent == [signal.SIGTERM]
 
 

@@ -90,7 +90,7 @@ def odd_entries(folder: Path) -> None:
 
 
 def test_what_a_job_calls_a_manifest_breaks_nothing(either: Machine) -> None:
-    """Whatever stands in it, and where it is no file at all."""
+    """Whatever stands in it, also if it is not a file at all."""
     either.sh("until [ -e go ]; do sleep 0.02; done", job="other")
     either.sh("until [ -e go ]; do sleep 0.02; done; echo last words; exit 3")
     outputs = either.work() / "outputs"

@@ -205,7 +205,7 @@ def test_patterns_leave_files_out_and_the_summary_says_what_is_sent(project: Pat
 def test_a_project_without_git_travels_but_for_what_tools_make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
+    """Files of editors are not results of jobs; what is being fetched does not travel, and no pipe is waited for."""
     here = ("task.py", "pack/z.py", "env/game.py", ".vscode/launch.json", "db/run.db", "db/code.py")
     made = (
         "my-env/pyvenv.cfg", "my-env/lib/x.py", "pack/__pycache__/y.pyc", "my.egg-info/PKG-INFO",

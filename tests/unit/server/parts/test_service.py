@@ -125,7 +125,7 @@ async def test_calls_that_are_given_up_do_not_block_others(tmp_path: Path) -> No
         await wait_until_async(lambda: len(ask.parts.begun) == 2)
         assert (await ask.give_up(2)).json()["state"] == "given_up"
         assert ask.parts.cancelled == ["generate"], "its slots are free"
-        assert (await ask.give_up(1)).status_code == 202, "half of a gradient is no gradient"
+        assert (await ask.give_up(1)).status_code == 202, "half of a gradient is not a gradient"
         assert (await ask.give_up(3)).json()["state"] == "given_up", "it never came"
         last = asyncio.create_task(ask.call(4, DISCARD, after=3))
         learning.set()

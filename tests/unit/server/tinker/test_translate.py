@@ -146,7 +146,7 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     (r"has the shape \[\]; there are 1", lambda r: setattr(_weights(r).sparse_csr, "values", b"")),
     ("at most 4,000,000 in all", lambda r: _sparse(_weights(r), [1, 4_000_001], [], [0, 0], [])),
     (
-        r"no sparse tensor of the shape \[1, 2\]",
+        r"not a sparse tensor of the shape \[1, 2\]",
         lambda r: _sparse(_weights(r), [1, 2], [1], [0, 1], [2]),
     ),
     ("has 5,001 dimensions", lambda r: _targets(r).shape.extend([1] * 5_000)),

@@ -191,7 +191,9 @@ def test_completions_are_those_of_the_draw_that_solved_it_last():
     again = course.step(1)
     assert {c.again for c in again} == {0, 1, 2, 3}
     assert all(first[c.again or 0].index == c.index for c in again)
-    assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, "a replayed draw is no newer one"
+    assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, (
+        "a replayed draw does not count as new"
+    )
 
 
 # --- the curriculum ------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 1. Alternatives stand beside each token, streamed or not, in the form of chats and of texts.
 2. A prompt of tokens is the prompt that has these tokens, also where it is stored; `return_token_ids` gives them back.
 3. `echo` puts the prompt before the text and its log-probabilities before the others; with `max_tokens` 0 nothing is drawn.
-4. What changes the draws is refused with `store`, by its name, and so is an id that is no token.
+4. What changes the draws is refused with `store`, by its name, and so is an id that is not a token.
 """
 
 from __future__ import annotations

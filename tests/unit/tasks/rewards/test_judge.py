@@ -149,7 +149,7 @@ def test_a_run_gives_it_more_than_columns(ask, rubric):
     assert (result.values, result.failures) == ((0.1, 0.3), (None, None))
 
 
-# 2. what is no verdict
+# 2. answers that are not verdicts
 
 
 OFF_THE_SCALE = ("11", "-1", "true", '"5"', "NaN", "Infinity", "null", "[5]", "1e999")

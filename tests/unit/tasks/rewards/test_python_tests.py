@@ -128,31 +128,31 @@ def test_rows_say_what_to_run(row, expected):
 
 @pytest.mark.parametrize(("row", "problem"), [
     ({}, "has no tests"), ({"tests": [], "test_cases": None}, "has no tests"),
-    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are no text"),
-    ({"tests": " "}, "that are no text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
+    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are not text"),
+    ({"tests": " "}, "that are not text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
     ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
     ({"test_cases": {"inputs": ["1"], "outputs": []}}, "two lists of equal length"),
     ({"test_cases": {"inputs": 1}}, "two lists of equal length"),
     ({"test_cases": {"inputs": [], "outputs": []}}, "two lists of equal length"),
     ({"test_cases": {"input": "1"}}, "two lists of equal length"),
     ({"test_list": ["a"], "input_output": TABLE}, "has both `test_list` and `input_output`"),
-    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are no text"),
+    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are not text"),
     ({"test_cases": [{"input": 1, "output": "2"}], "entry_point": "f"}, "expected {input"),
     ({"reward_model": {"ground_truth": "2"}}, "has no tests"), ({"test_cases": [{"input": True, "output": "2"}]}, "expected {input"),
     ({"test_cases": [{"fn_name": "f", "input": [1]}]}, "expected `input` and `output`"),
     ({"public_test_cases": [CALL], "starter_code": "def f(x): ...\ndef g(x): ..."}, "with one `fn_name`"),
     ({"private_test_cases": packed(Case)}, "more than a text"),
     ({"private_test_cases": base64.b64encode(zlib.compress(b"K\x01r\xff\xff\xff\xff.")).decode()}, "more than a text"),
-    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "no list"),
+    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "not a list"),
     ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
     ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
     ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
     ({"test_cases": {"inputs": [None], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
     ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
-    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are not JSON"),
     ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of equal length"),
     ({"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, "with one `fn_name`, or an `entry_point`"),
-    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are no JSON"),
+    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are not JSON"),
     ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
     ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
 ])  # fmt: skip
@@ -166,7 +166,7 @@ def test_rows_that_say_nothing_are_refused(row, problem):
 @pytest.mark.parametrize(("tests", "entry_point", "problem"), [
     (["f(1) == 2"], None, "no assert before"), ("f(1)", None, "nothing is checked"),
     ("def check(candidate): assert candidate(1)", None, "no entry_point"),
-    ("assert f(1) == 2\nx = " + "+".join(["1"] * 5000), None, "nested too deep|no Python"),
+    ("assert f(1) == 2\nx = " + "+".join(["1"] * 5000), None, "nested too deep|not Python"),
 ])  # fmt: skip
 def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
     row = {"tests": tests, "entry_point": entry_point}
@@ -276,7 +276,7 @@ async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_p
 
 @pytest.mark.parametrize(("tests", "problem"), [
     (["import numpy", "assert f(1)"], "they import numpy"),
-    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are no Python"),
+    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are not Python"),
 ])  # fmt: skip
 async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
     with pytest.raises(ValueError, match=problem):

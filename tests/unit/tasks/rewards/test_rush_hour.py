@@ -279,7 +279,7 @@ def test_each_row_has_its_own_target():
     ("Bv1,Z>2", "Z>2 is not legal"), ("Bv1,C>1", "A does not reach the right edge"),
     ("Bv1,A>1", "A does not reach the right edge"),
     ("Bv1,A>3", "A>3 is not legal"),  # a gold solution has no move like that
-    ([GOLD, GOLD_RENAMED], "Cv1 is not legal"), ("slide B down", "no list of moves"),
+    ([GOLD, GOLD_RENAMED], "Cv1 is not legal"), ("slide B down", "not a list of moves"),
 ])  # fmt: skip
 def test_a_gold_solution_that_does_not_solve_its_own_board_is_refused(answer, says):
     with pytest.raises(ValueError, match=says):

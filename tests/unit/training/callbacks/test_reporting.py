@@ -52,7 +52,7 @@ class Kept:
         return self.lines[-1].steps if self.lines else -1
 
     def write_row(self, row: MetricsRow) -> None:
-        print("talk that is no part of a command's result")
+        print("talk that is not part of a command's result")
         if row.steps == self.fails_at:
             raise OSError("database is locked")
         self.lines.append(row)

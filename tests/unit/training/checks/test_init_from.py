@@ -500,7 +500,7 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "said"), [
-    ("a.yaml", "model: {name: tiny}\n", "no key of a GRPO config"), ("a.json", "[1]", "not keys"), ("a.py", "def f(:", "no Python"),
+    ("a.yaml", "model: {name: tiny}\n", "no key of a GRPO config"), ("a.json", "[1]", "not keys"), ("a.py", "def f(:", "not Python"),
     ("a.yaml", "actor_rollout_ref: {rollout: {n: 8}}", r"of verl(.|\n)*rollout.n 8: here it is training.num_generations"),
     ("a.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=9", r"of verl(.|\n)*max_completion_"),
     ("a.toml", "[orchestrator]\nrollouts_per_example = 8", "of prime-rl"), ("a.py", "import art\nart.gather()", "of ART"),

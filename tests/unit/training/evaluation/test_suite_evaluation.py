@@ -1,7 +1,7 @@
 """Suites asked by a program that does as lighteval does.
 
 1. A result says what was found, of what, by whom, how surely; it is written at once and never overwritten.
-2. An answer that did not come is no wrong answer: the suite fails, and the others are kept.
+2. An answer that did not come is not a wrong answer: the suite fails, and the others are kept.
 3. The key is in the environment of the program, and nowhere else.
 4. Whatever was begun ends: at a time limit, by a signal, with a killed parent.
 """

@@ -75,7 +75,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     written(path)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], b'{"key": 1}', *lines[1:]]))
-    with pytest.raises(StoreError, match="line 2 is no answer"):
+    with pytest.raises(StoreError, match="line 2 is not an answer"):
         Answers().read(path)
 
 

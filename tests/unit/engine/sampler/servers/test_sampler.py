@@ -5,7 +5,7 @@
    to do; so is one that cannot load.
 3. A server that is started anew gets its adapter again, in the middle of a step too. A lost answer is asked for again.
 4. Of several servers the least loaded is asked; a dead one is left alone, and comes back by itself; without any the run ends.
-5. What is no answer ends the run, and is not asked for again.
+5. A response that is not an answer ends the run, and the request is not repeated.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ async def test_a_group_is_one_request_whose_seeds_may_be_left_to_the_server(lear
     assert len({each.token_ids for each in await seeded.generate(cold)}) == 1
 
 
-# --- what is no answer
+# --- responses that are not answers
 
 
 async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner, server):

@@ -275,7 +275,7 @@ ENDS = [
         case(member(ObservedState.LOST, quiet=True), NO_RAM),
         failed(FailureClass.LAUNCH_FAILURE),
     ),
-    # running: a folder that vanished is no proof, a clean look is one
+    # running: a folder that vanished proves nothing, a complete report does
     (RUNNING, case(member(ObservedState.REBOOTED)), failed(FailureClass.REBOOT)),
     (RUNNING, case(member(ObservedState.LOST, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
     (RUNNING, case(member(ObservedState.VOIDED, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),

@@ -133,7 +133,7 @@ def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Datab
 
 
 def test_a_machine_is_kept_for_projects(database: Database) -> None:
-    """Also in the look of a claim, and for one that waits; what somebody wrote there that is no list opens it to nobody."""
+    """Also in the look of a claim, and for one that waits; a value that is not a list opens it to nobody."""
     keeps: tuple[Any, ...] = (None, ["ours", "a"], ["a"], [], "ours")
     for n, kept_for in enumerate(keeps):
         add_machine(database, f"vm-{n}", 1, projects=kept_for)

@@ -1,6 +1,6 @@
 """Where a job can run.
 
-1. A GPU is never given twice: whole to one job, or shares of it whose sum is no more than its memory.
+1. A GPU is never given twice: whole to one job, or shares of it whose sum is at most its memory.
 2. A gang gets distinct machines, all or none.
 3. The answer does not depend on the order in which machines and GPUs are told.
 4. Without room there is always a reason; with room there is always a place, as a search over all choices says.

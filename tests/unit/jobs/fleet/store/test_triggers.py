@@ -9,7 +9,7 @@
 7. Events are only appended.
 8. A row of a machine can be read, and named: its documents are documents.
 9. No row begins with what admission writes, or is admitted without it.
-10. SQLite's REPLACE is no way around any of it.
+10. SQLite's REPLACE gets around none of it.
 11. A job that runs stays so until its attempt has ended.
 12. A card is held once, also where two machines of the fleet are one; and a machine stays the place where its jobs run.
 13. What an attempt needs stays as long as it may hold anything, also for who asks SQLite for no references.
