@@ -57,7 +57,7 @@ EVERYWHERE = {"gang", "ssh", "slurm", "ray", "aws", "modal"}
 ALSO_AT: dict[str, set[str]] = {
     "test_all_that_was_asked_arrives_exactly": EVERYWHERE, "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
     "test_cancelled_it_has_time_to_save": EVERYWHERE, "test_a_crashed_job_resumes_from_its_newest_checkpoint": EVERYWHERE,
-    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE, "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
+    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE, "test_a_job_survives_the_death_of_its_submitter": {"ssh", "modal"},
     "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"}, "test_removed_its_name_is_free": {"aws"},
 }  # fmt: skip
 """Where else a test runs always; at all other places it is one of the suite `launch` of the long tests."""
@@ -165,7 +165,9 @@ open('outputs/x', 'w').write('made')
 """
 
 
-async def test_whoever_submitted_may_be_gone(spec: BackendSpec, client: LaunchClient) -> None:
+async def test_a_job_survives_the_death_of_its_submitter(
+    spec: BackendSpec, client: LaunchClient
+) -> None:
     go = client.folder / "go"
     asked = client.order(MAKES_WHEN_TOLD, str(go))
 

@@ -292,7 +292,7 @@ class Faulty(Ec2):
 
 
 @pytest.mark.parametrize("how", ["AWS refuses", "Ctrl-C"])
-async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
+async def test_a_machine_is_terminated_if_anything_fails_before_its_job_starts(
     account: FakeAws, reach: Reach, how: str
 ) -> None:
     calls: list[str] = []
@@ -359,7 +359,7 @@ async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
 
 
 @pytest.mark.parametrize("step", ["hello", "observe", "missing", "launch"])
-async def test_whatever_the_machine_fails_at_it_is_ended(
+async def test_a_machine_that_fails_during_preparation_is_terminated(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     async def fails(self: Runner, *_: Any, **__: Any) -> Any:
@@ -651,7 +651,7 @@ def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
     assert stopping.CANARY not in account.stored()
 
 
-def test_whoever_launches_is_told_to_end_while_the_machine_is_made_ready(
+def test_a_signal_during_preparation_terminates_the_machine(
     person: Person, python: list[str], account: FakeAws
 ) -> None:
     account.says_key = False

@@ -93,7 +93,7 @@ def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
     ctrl_c_ends_it(person, "local")
 
 
-def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Person) -> None:
+def test_a_job_survives_its_watcher_and_is_found_from_another_machine(person: Person) -> None:
     script(person, WAITS)
     watching = person.begins("local", "--name", "waits", "--script", "job.py")
     person.sees("it waits")

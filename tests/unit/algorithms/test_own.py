@@ -74,7 +74,9 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
         ("1 / 0", "ZeroDivisionError"),
     ],
 )  # fmt: skip
-def test_what_is_no_algorithm_is_refused_with_advice(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_without_an_algorithm_is_refused_with_advice(
+    tmp_path: Path, text: str, told: str
+) -> None:
     with pytest.raises(TaskError, match=told):
         load_own(_file(tmp_path, text))
 

@@ -109,7 +109,7 @@ def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_su
     ("model.train()", None), ("def f(:", None), ('if __name__ == "__main__":\n    t.train()', None),
     ('if "__main__" == __name__:\n    pass\nelse:\n    t.train()', "line 4: t.train()"), ("def f():\n    t.train()", None),
 ])  # fmt: skip
-def test_what_would_train_when_it_is_imported(source, told):
+def test_scripts_that_train_when_imported_are_recognised(source, told):
     assert trains_when_imported(source) == told
 
 

@@ -106,7 +106,7 @@ def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
     assert asked[0][1] is None
 
 
-def test_what_tunix_does_not_have_is_told_at_once() -> None:
+def test_settings_that_tunix_lacks_are_refused_at_once() -> None:
     for changes, said in (
         ({"devices": (1, 3)}, r"^devices is \[1, 3\]: its tp of 3"),
         ({"devices": (1, 1), "overrides": {"lora.target_modules": ["k_proj"]}}, "take all or none"),

@@ -66,7 +66,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_live_one_has_is_not(
+def test_publications_of_killed_processes_are_deleted_and_of_live_ones_kept(
     memory: Path, tmp_path: Path
 ) -> None:
     def started(run: str) -> tuple[subprocess.Popen[str], Path]:

@@ -281,7 +281,7 @@ def die_there(run: Path, point: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_what_belongs_to_a_checkpoint_that_stands_is_not_merged_with_later_ones(tmp_path, merging):
+def test_segments_of_a_protected_checkpoint_are_not_merged_with_later_ones(tmp_path, merging):
     """SFT keeps its best checkpoint; a resume from there drops what came later and nothing else."""
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "sft"})
     go_on(run, 0, 8, protect={3})

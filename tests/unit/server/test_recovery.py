@@ -180,7 +180,9 @@ async def test_an_engine_that_ends_too_often_is_not_begun_again(tmp_path: Path) 
         await expect_refusal("engine_failed", server.ask())
 
 
-async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) -> None:
+async def test_a_step_committed_before_a_crash_is_reported_once_by_the_next_server(
+    tmp_path: Path,
+) -> None:
     """The server dies with the step committed, and before it knows: the engine's record says so, and the step is told once."""
     server = Served(tmp_path)
     await server.service.begin()

@@ -461,9 +461,7 @@ def _check_references(value: Any, document: Any) -> None:
 NAME = {"Idempotency-Key": "once"}
 
 
-async def test_whoever_comes_meanwhile_waits_and_where_the_first_is_refused_the_next_does_the_work() -> (
-    None
-):
+async def test_a_repeated_request_waits_and_does_the_work_if_the_first_is_refused() -> None:
     service = FakeService()
     service.blocked.add("completions")
     async with client_of(app_of(service)) as client:

@@ -254,7 +254,7 @@ def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str
             assert '"error"' in ways.both(*told, "--json")[1]
 
 
-def test_what_was_done_before_it_breaks_off_is_told(
+def test_changes_made_before_an_interruption_are_reported(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("groupwise.api.schemas.fleet.MAX_CHANGED", 1)

@@ -57,7 +57,7 @@ titel: x
     ("shape: {type: circle, side_length: 1}", "type circle; it is a key of square."),
     ("shape: {type: square, sidelength: 1}", "did you mean shape.side_length (of square)?"),
 ])  # fmt: skip
-def test_what_each_mistake_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_each_mistake_in_a_config_has_its_message(tmp_path: Path, text: str, message: str) -> None:
     title = "" if text.startswith("title") else "title: a\n"
     (found,) = problems(f"{title}{text}\n", tmp_path)
     assert message in found

@@ -68,7 +68,7 @@ class Slow:
         return value
 
 
-def test_what_was_asked_before_a_change_is_not_told_after_it(
+def test_an_answer_requested_before_a_change_is_not_served_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer that is on its way while somebody changes what it is about; others do not wait for it for ever."""

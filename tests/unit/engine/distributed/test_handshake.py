@@ -147,7 +147,7 @@ class Spoils:
 
 
 @pytest.mark.parametrize("what", ["made up", "changed", "repeated", "left out", "sent back"])
-def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> None:
+def test_forged_changed_repeated_or_reordered_messages_are_never_unpickled(what: str) -> None:
     ours, theirs = sealed()
     first, second = sent(ours, "first"), sent(ours, Spoils())
     wires = {

@@ -79,7 +79,7 @@ def test_tiny_is_made_once(cache, monkeypatch):
         bundled.fetch_model("smollm3")
 
 
-def test_what_a_killed_maker_left_is_not_taken(cache):
+def test_files_of_a_killed_conversion_are_not_used(cache):
     whole = bundled.tiny_folder()
     for name in ("config.json", "model.safetensors"):
         (whole / name).rename(whole.with_name(name))

@@ -239,7 +239,7 @@ async def test_loading_while_it_samples_is_refused(make_sampler, tmp_path):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_what_is_requested_while_weights_are_read_waits_for_them(
+async def test_requests_during_a_weight_load_wait_for_it(
     make_sampler, tmp_path, monkeypatch, cancelled
 ):
     """The event loop goes on meanwhile. A load that is cancelled is completed first."""

@@ -144,7 +144,7 @@ def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: Resu
     assert steps(results) == [2, 8]
 
 
-def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
+def test_files_that_others_put_into_the_folder_stay(results: ResultsFolder) -> None:
     """Checkpoints, files beside a checkpoint, and folders that only have the name of one."""
     for path, data in checkpoints(2).items():
         (results.folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,7 @@ def test_nobody_gets_a_file_of_another_project_by_its_hash(
         assert answer == {"received": received}
 
 
-def test_what_another_project_has_is_sent_whole_all_the_same(
+def test_a_file_of_another_project_must_be_uploaded_in_full(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
 ) -> None:
     red, blue = red_and_blue
@@ -573,7 +573,7 @@ def problem(code: str) -> httpx2.Response:
     ],
     ids=["gone", "database", "ending", "proxy", "limiter"],
 )
-def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
+def test_following_a_log_resumes_after_an_outage_without_loss(
     how: httpx2.Response | None,
 ) -> None:
     server = Away(300.0, how)

@@ -444,7 +444,7 @@ async def silent_for(fleet: InProcessFleet, age: float, here: float | None = Non
 # what happens to running jobs
 
 
-async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_made(
+async def test_the_last_checkpoint_is_fetched_before_the_next_attempt_is_made(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [Script(ticks=10**6, checkpoints=1), Script()]
@@ -461,7 +461,7 @@ async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_m
         assert fleet.fetched.mirrored == [("job", fleet.attempts("job")[0].epoch)]
 
 
-async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(
+async def test_leftover_processes_keep_their_gpu_reserved_until_they_end(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [Script(leaks=True)]
@@ -497,7 +497,7 @@ async def test_a_gang_runs_on_all_its_machines(fleet: InProcessFleet) -> None:
 # what nobody drives
 
 
-async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_is_left_alone(
+async def test_attempts_of_a_lower_epoch_are_killed_and_foreign_work_is_left_alone(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [LONG, Script()]
@@ -686,7 +686,7 @@ NOT_TAKEN = [
 
 
 @pytest.mark.parametrize("fault", NOT_TAKEN)
-async def test_what_a_job_left_and_cannot_be_fetched_is_told_and_ends_no_job(
+async def test_artefacts_that_cannot_be_fetched_are_reported_and_do_not_fail_the_job(
     fleet: InProcessFleet, fault: Exception
 ) -> None:
     """The disk here is full, or its machine answers all else, so that nobody would see it."""

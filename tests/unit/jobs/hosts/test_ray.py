@@ -105,7 +105,7 @@ async def test_somebody_else_has_submitted_it_at_the_same_time(status: int) -> N
     assert head.voided is None
 
 
-async def test_what_ray_would_not_have_leaves_nothing_and_no_answer_may_have_been_one() -> None:
+async def test_a_job_that_ray_refuses_leaves_nothing_and_a_server_error_is_unknown() -> None:
     head = RaysHead()
     head.answers["POST"] = (400, "Traceback:\n  …\nTypeError: entrypoint_num_cpus must be a number")
     with pytest.raises(RunnerRefused, match="TypeError") as refusal:
@@ -153,7 +153,7 @@ GIVEN_UP = job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT")
 
 
 @pytest.mark.parametrize("jobs", [(), (GIVEN_UP,)], ids=["a new head", "given up"])
-async def test_what_ray_forgot_or_gave_up_is_submitted_again_as_it_was(
+async def test_a_job_that_ray_forgot_or_gave_up_is_submitted_again_unchanged(
     jobs: tuple[dict[str, Any], ...],
 ) -> None:
     head = RaysHead(*[dict(each) for each in jobs])

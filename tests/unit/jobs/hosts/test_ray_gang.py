@@ -138,7 +138,7 @@ def test_an_answer_that_does_not_come_is_no_end_and_nothing_begins_twice(gang: G
     assert twice.read_text() == "x\nx\n"
 
 
-def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
+def test_a_stop_by_ray_is_sent_to_the_first_machine(gang: Gangs) -> None:
     ready = gang.folder / "ready"
 
     class Stops(list[int]):

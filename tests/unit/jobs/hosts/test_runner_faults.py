@@ -181,7 +181,7 @@ def claimed(here: Machine, epoch: int = 1) -> int:
     return lock
 
 
-def test_what_is_being_claimed_is_left_alone_and_what_never_began_is_taken_over(
+def test_a_locked_claim_is_left_alone_and_an_unlocked_one_is_taken_over(
     here: Machine,
 ) -> None:
     lock = claimed(here)
@@ -528,7 +528,7 @@ def small(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full_disk(
+def test_on_a_full_disk_attempts_can_be_voided_and_old_ones_removed(
     small: Machine,
 ) -> None:
     small.sh("exit 9")

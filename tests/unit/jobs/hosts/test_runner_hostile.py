@@ -89,7 +89,7 @@ def odd_entries(folder: Path) -> None:
     saved(folder / ("y" * 255) / "new\nline", 4)
 
 
-def test_what_a_job_calls_a_manifest_breaks_nothing(either: Machine) -> None:
+def test_malformed_checkpoint_manifests_do_no_harm(either: Machine) -> None:
     """Whatever stands in it, also if it is not a file at all."""
     either.sh("until [ -e go ]; do sleep 0.02; done", job="other")
     either.sh("until [ -e go ]; do sleep 0.02; done; echo last words; exit 3")

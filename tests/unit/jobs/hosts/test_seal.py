@@ -25,7 +25,7 @@ def seen(here: Machine) -> list[dict[str, Any]]:
     return here.ask("manifest", job="job", epoch=1, what="checkpoints")["checkpoints"]
 
 
-def test_what_a_job_has_sealed_is_complete_and_what_it_has_not_is_none(either: Machine) -> None:
+def test_only_sealed_folders_are_checkpoints(either: Machine) -> None:
     """By the file alone, in the Python of the machine, which has no Groupwise."""
     python, file = either.python, str(FILE)
     either.sh(

@@ -238,7 +238,9 @@ def test_a_project_without_git_travels_but_for_what_tools_make(
     assert set(bundle(tmp_path / "pack").files) == {"z.py"}, "its repository ignores all of it"
 
 
-def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_that_git_cannot_list_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = project / "program"
     program.write_text(f"#!/bin/sh\ntouch {project}/ran\n")
     program.chmod(0o755)

@@ -75,7 +75,7 @@ def given(taken: list[tuple[Any, ...]]) -> Given:
 # GRPO
 
 
-def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
+def test_odd_values_of_a_row_reach_the_command_unchanged(given: Given) -> None:
     odd = row(
         model=ODD,
         dataset="/" + ODD,

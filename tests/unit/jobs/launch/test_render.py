@@ -128,6 +128,6 @@ def test_nodes_meet_at_the_first_of_them_secrets_are_named_and_results_have_a_cl
     ({"image_pull_secret": ("A",)}, "image_pull_secret"),
     ({"toleration": (Toleration.parse("a=b:Never"),)}, "Never"), ({"gpu_model": "H100"}, "--node-selector"), ({"spot": True}, "--spot"),
 ])  # fmt: skip
-def test_what_kubernetes_would_not_take_is_told(change: dict[str, Any], why: str) -> None:
+def test_values_that_kubernetes_rejects_are_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         manifests(replace(ASKED, **change))

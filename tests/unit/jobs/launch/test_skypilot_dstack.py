@@ -166,7 +166,7 @@ def test_their_own_packages_read_what_was_asked(
     (dstack_task, {"command": ("groupwise", "a\0b")}, "NUL"), (dstack_task, {"command": ("x", "${{ groups[0].y }}")}, "an address"),
     (dstack_task, {"gpu_model": "H 100"}, "H 100"),
 ])  # fmt: skip
-def test_what_an_engine_cannot_say_is_refused(
+def test_settings_that_an_engine_cannot_express_are_refused(
     render: Render, change: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(UsageError, match=why):

@@ -157,7 +157,9 @@ async def test_patience_has_an_end_and_a_refusal_is_not_asked_again(
         assert 0 <= sum(slept) - silence - watching.RETRY_TIMEOUT <= silence
 
 
-async def test_who_was_interrupted_goes_on_where_it_was(watch: Watch, said: list[Any]) -> None:
+async def test_watching_continues_after_an_interruption_without_repeating_output(
+    watch: Watch, said: list[Any]
+) -> None:
     class Interrupts(Place):
         async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
             raise KeyboardInterrupt

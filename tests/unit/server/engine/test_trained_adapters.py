@@ -169,7 +169,7 @@ async def test_the_likeliest_and_given_tokens_of_a_sample(
             await models.sample(stored, wrong)
 
 
-async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
+async def test_sampling_uses_the_saved_weights(models: EngineModels) -> None:
     base = await models.sample(None, ASKED)
     await learn(models)
     await models.save_for_sampler(MODEL, "one", 3)

@@ -153,7 +153,7 @@ async def test_the_response_of_a_key_is_answered_once_and_kept_once(tmp_path) ->
         assert last_events[0].split('"response":')[1] == last_events[1].split('"response":')[1]
 
 
-async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
+async def test_a_stored_response_is_rewarded_by_its_id(tmp_path) -> None:
     async with asking(tmp_path, settings={"num_completions_per_prompt": 2}) as (served, client):
         answers = [await client.ok(PATH, {**ASKED, "store": True}) for _ in range(2)]
         assert len({answer["group_id"] for answer in answers}) == 1
@@ -238,7 +238,7 @@ async def test_unsupported_fields_of_responses_are_refused_by_name(tmp_path) -> 
         assert error["param"] == "text.format.name"
 
 
-async def test_what_openais_clients_send_is_taken(tmp_path) -> None:
+async def test_harmless_fields_of_openai_clients_are_accepted(tmp_path) -> None:
     harmless = {
         "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "text": {"format": {"type": "text"}},
         "truncation": "disabled", "background": False, "user": "me", "service_tier": "auto", "metadata": {"a": "b"},

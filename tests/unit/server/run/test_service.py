@@ -307,7 +307,9 @@ async def test_refused_completion_requests_name_the_field(tmp_path: Path) -> Non
             assert [error.field for error in refusal.errors] == [field]
 
 
-async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path: Path) -> None:
+async def test_a_run_is_known_after_the_server_was_killed_and_its_folder_moved(
+    tmp_path: Path,
+) -> None:
     server = Served(tmp_path / "here")
     await server.service.begin()
     run = await server.start()

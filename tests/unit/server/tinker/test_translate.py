@@ -234,7 +234,7 @@ def test_the_beta_of_dro(beta: float | None) -> None:
         translate.loss_of("dro", {} if beta is None else {"beta": beta})
 
 
-def test_what_dro_and_gspo_look_at_beside_advantages() -> None:
+def test_masks_of_dro_and_gspo_are_derived_from_their_inputs() -> None:
     """dro: all but a padded prompt, whose advantages and log-probabilities are both 0. gspo: what the mask marks, and no less."""
     dro = _request("dro", loss_fn_config={"beta": 0.1})
     _add(dro, [5, 6, 7], [6, 7, 8], logprobs=[0.0, -0.5, -1.0], advantages=[0.0, 0.0, 1.0])

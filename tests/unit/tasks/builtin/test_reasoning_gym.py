@@ -166,7 +166,7 @@ def test_too_few_different_problems_are_told() -> None:
         reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))
 
 
-def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowly_generated_problems_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
     first = reasoning_gym.get_eval_dataset(config())
     reasoning_gym._cached_splits.cache_clear()

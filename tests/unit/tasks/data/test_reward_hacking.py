@@ -138,7 +138,7 @@ def test_diversity_that_is_lost_for_nothing(texts, rewards, said):
     assert told(watch(), [alike("abcde", WORSE)] * START + [alike(texts, rewards)]) == said
 
 
-def test_what_is_nearly_solved_may_become_sure():
+def test_loss_of_diversity_is_not_reported_near_the_best_reward():
     """Of the rewards seen, 0 to 1, 1/7 is left with one completion in seven that earns nothing, 2/7 with two."""
     most, seen = (1.0,) * 5, [group(member(1, 0.0), member(1, 1.0))]
     less = (1.0, 1.0, 1.0, 1.0, 0.0)

@@ -127,7 +127,7 @@ def solved_if_even(choice: Choice) -> list[float]:
     return [1.0, 0.0] if choice.index % 2 == 0 else [0.2, 0.2]
 
 
-def test_what_was_solved_enters_with_the_mean_of_its_group():
+def test_solved_prompts_enter_the_replay_with_the_mean_of_their_group():
     course = Course(selection(replay={"warmup_entries": 100}), solved_if_even).run(5)
     entries = kept(course).entries
     assert sorted(entry.payload[1] for entry in entries) == [0, 2, 4, 6, 8]

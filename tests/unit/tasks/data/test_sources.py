@@ -92,7 +92,7 @@ def test_each_kind_of_file_is_read(name: str, text: str, rows: list[dict[str, An
         max_size=5,
     )
 )
-def test_whatever_json_lines_hold_comes_back(
+def test_any_json_lines_are_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
 ) -> None:
     path = tmp_path_factory.mktemp("rows") / "a.jsonl"
@@ -169,7 +169,7 @@ def test_missing_column_is_told_with_the_nearest() -> None:
     assert "'question'? It has: question, answer." in message
 
 
-def test_what_the_library_datasets_saved_is_read() -> None:
+def test_folders_saved_by_datasets_are_read() -> None:
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk("one")
     datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk("splits")
@@ -182,7 +182,7 @@ def test_what_the_library_datasets_saved_is_read() -> None:
     '{"_data_files": [{"filename": "../secret.txt"}]}', '{"_data_files": [{"filename": "/secret.txt"}]}', "{}",
     '{"_data_files": [{"filename": 5}]}', '{"_data_files": 3}',
 ])  # fmt: skip
-def test_what_was_saved_names_files_beside_it_alone(content: str) -> None:
+def test_a_saved_dataset_that_names_files_elsewhere_is_refused(content: str) -> None:
     Path("saved").mkdir()
     written("secret.txt", "hunter2")
     written("saved/state.json", content)

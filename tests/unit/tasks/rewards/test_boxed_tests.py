@@ -58,7 +58,7 @@ def _plainly(text: str) -> str:
     ("import numpy\nassert f(1)", "import numpy"), ("def g():\n    from numpy import a\nassert f(1)", "import numpy"),
     (["import math", "assert f("], "the tests are not Python"), (["import math"], "nothing is checked"),
 ])  # fmt: skip
-def test_what_would_pass_without_running_is_refused(tests, problem):
+def test_tests_that_would_pass_without_running_are_refused(tests, problem):
     with pytest.raises(BrokenTests, match=problem):
         plan(tests)
 

@@ -50,7 +50,9 @@ def test_a_module_of_python_is_no_reward_and_a_slip_is_looked_for_as_usual() -> 
     assert re.search(r"Did you mean `length`\?$", refused("lenght").split("\nBuilt-in")[0])
 
 
-def test_what_a_package_announces_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_rewards_announced_by_a_package_are_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     points = [
         importlib.metadata.EntryPoint(name, "groupwise.tasks.rewards.shaping:Repetition", group)
         for name, group in (

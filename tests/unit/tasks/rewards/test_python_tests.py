@@ -558,7 +558,7 @@ async def test_wrong_code_passes_nothing_by_names_and_errors_of_its_own(tests, c
     assert (found.passed, found.of > 0) == (0, True)
 
 
-async def test_what_a_prompt_defines_beside_its_function_belongs_to_the_tests():
+async def test_helpers_defined_in_the_prompt_are_available_to_the_tests():
     prompt = "def twice(x: int):\n    return 2 * x\n\ndef half(x: int):\n    'Undo twice.'\n"
     tests = "def check(candidate):\n    assert candidate(twice(4)) == 4"
     rows: dict[str, Any] = {"test": [tests] * 3, "entry_point": ["half"] * 3}

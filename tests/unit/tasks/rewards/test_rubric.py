@@ -124,7 +124,7 @@ def test_a_function_may_run_an_event_loop_of_its_own():
     assert [[p.value for p in member.parts] for member in members] == [[0.0] * 4, [2.0] * 4]
 
 
-def test_what_a_function_keeps_in_its_event_loop_lasts_until_its_thread_ends():
+def test_the_event_loop_of_a_reward_lasts_as_long_as_its_thread():
     lock, loops = asyncio.Lock(), set()
 
     async def ask():

@@ -230,7 +230,7 @@ def test_shaped(text, value):
     ("Bv2,A>2,A>1", 0.20 / 2 + 0.10 * 2 / 3 + 0.05), ("Bv2,A>3", 0.20 + 0.10 / 2 + 0.05),
     ("Bv2,A>1", 0.10 + 0.05 * 2 / 3),
 ])  # fmt: skip
-def test_what_is_written_after_the_board_is_solved(text, value):
+def test_moves_beyond_the_solution_cost_reward(text, value):
     assert shaped(text, "ooBoAABooooooooo", "Bv2,A>2") == pytest.approx(value)
 
 

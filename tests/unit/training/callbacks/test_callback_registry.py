@@ -168,7 +168,7 @@ def test_all_problems_at_once():
     assert len([line for line in str(caught.value).splitlines() if line.startswith("c: ")]) == 2
 
 
-def test_what_a_hook_returns():
+def test_a_hook_may_return_callback_instances_and_classes():
     class Own(Callback):
         pass
 
@@ -180,6 +180,6 @@ def test_what_a_hook_returns():
 
 
 @pytest.mark.parametrize("given", [3, int, "early_stop", object()])
-def test_what_a_hook_may_not_return(given):
+def test_a_hook_that_returns_no_callback_is_refused(given):
     with pytest.raises(TaskError, match=r"^here: \w+ is .* not a callback"):
         hook_callbacks([given], GIVEN, "here")

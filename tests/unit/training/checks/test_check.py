@@ -189,7 +189,7 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     assert (layout == "in answer tags") is (reward is tagged), "the way that earns most"
 
 
-def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
+def test_check_refuses_what_training_would_refuse(tmp_path: Path):
     with pytest.raises(TaskError, match="not found"):
         check(str(tmp_path / "no.py"))
     with pytest.raises(TaskError, match="asks for `target`"):
@@ -217,7 +217,7 @@ def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "remedy"), [(["blue"], "stop_when"), (["blue", "grey", "pink", "tan"], "warm_up")]
 )
-def test_what_keeps_given_completions_from_teaching_is_told(tmp_path: Path, words, remedy):
+def test_check_says_why_given_completions_would_not_teach(tmp_path: Path, words, remedy):
     rows = [{"prompt": "Say red.", "completion": word} for word in words * (8 // len(words))]
     said = by_name(
         check(

@@ -195,7 +195,7 @@ def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_her
     assert epochs["training"]["num_train_epochs"] == 3
 
 
-def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
+def test_settings_without_equivalent_are_left_out_with_their_dependants() -> None:
     config, report = small(
         "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
     )

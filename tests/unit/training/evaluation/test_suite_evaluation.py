@@ -207,6 +207,6 @@ def test_invalid_suite_options_are_refused(words, told, capsys):
     ({"endpoint_model": "my-o1-model"}, "under another name"), ({"samples_per_prompt": 2}, "need a temperature above 0"),
     ({"policy": "mine"}, "serves what it was started with"), ({"endpoint": "http://me:secret@x"}, "Keys come only from the environment"),
 ])  # fmt: skip
-def test_what_an_endpoint_cannot_be_asked_is_refused(given, told):
+def test_settings_that_an_endpoint_does_not_support_are_refused(given, told):
     with pytest.raises(UsageError, match=told):
         SuiteRequest(("math_500",), **{"endpoint": "http://x", "endpoint_model": "m", **given})

@@ -234,7 +234,7 @@ def said(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[
     ]
 
 
-def test_what_the_first_pass_found_is_noted():
+def test_log_probabilities_of_the_first_pass_are_recorded():
     """The second update of the step is by other weights; both groups of it are passed twice."""
     groups = [*STEP, in_two_rows(3)]
     learner, learned = learnt(groups, "grpo", minibatches=2, num_iterations=3)

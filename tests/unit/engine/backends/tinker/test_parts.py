@@ -333,7 +333,9 @@ async def test_a_run_starts_from_the_state_that_its_adapter_names(
     assert package.calls[1] == ("create_training_client_from_state", path)
 
 
-async def test_what_is_published_is_what_is_sampled(package: FakePackage, tmp_path: Path) -> None:
+async def test_a_published_policy_is_the_one_that_is_sampled(
+    package: FakePackage, tmp_path: Path
+) -> None:
     connection, published = connected(), cast("dict[str, Any]", {})
     learner = TinkerLearner(connection, LoraConfig(), 0, "r", tmp_path, published)
     sampler = TinkerSampler(connection, FakeTokenizer(), published)

@@ -135,7 +135,7 @@ def test_stop_texts_with_min_tokens_are_not_sent_to_vllm():
         (SamplingParams(4, stop_token_ids=(2,), min_tokens=2), r"own end of text \(1\)"),
     ],
 )
-def test_what_vllm_does_otherwise_is_refused(params, told):
+def test_sampling_parameters_that_vllm_interprets_differently_are_refused(params, told):
     with pytest.raises(RunError, match=told):
         refuse_what_differs(params, END)
     refuse_what_differs(SamplingParams(4, 0.01, (1, 2), top_k=3, min_p=0.1, min_tokens=2), END)
@@ -221,7 +221,7 @@ def test_another_model_than_was_asked_is_no_policy():
 # --- stops
 
 
-def test_what_comes_after_a_stop_text_is_left_out():
+def test_tokens_after_a_stop_text_are_left_out():
     params = SamplingParams(9, stop=("bc",))
     stopped = read(answer((1, 2, 3, 4, 5), finish_reason="stop", stop_reason="bc"), params)
     assert stopped == Drawn((1, 2, 3), (-0.5,) * 3, "stop")

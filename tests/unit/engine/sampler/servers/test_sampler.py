@@ -259,7 +259,7 @@ async def test_without_any_server_the_run_ends_after_its_timeout(learner, server
     assert clock.slept[:4] == [1.0, 2.0, 4.0, 8.0]
 
 
-async def test_what_takes_too_long_is_asked_for_again(learner, server):
+async def test_a_request_that_exceeds_its_time_limit_is_repeated(learner, server):
     sampler = server_sampler([server.url], learner, timeout=3.0)
     await sampler.load(await learner.publish(0))
     hung, asked_again = [], asyncio.Event()

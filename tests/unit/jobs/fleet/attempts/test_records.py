@@ -232,7 +232,7 @@ def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(fleet: InProcessFlee
     assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a1").quarantine_reason
 
 
-def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(fleet: InProcessFleet) -> None:
+def test_a_gpu_is_quarantined_only_after_reports_of_two_jobs(fleet: InProcessFleet) -> None:
     """It may print what it likes; a second one is believed."""
     for job in ("one", "one", "two"):
         if job == "two":
@@ -241,7 +241,7 @@ def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(fleet: InProcessFleet) 
     assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason
 
 
-def test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over(
+def test_a_jobs_report_on_a_gpu_raises_an_alarm_until_cleared_or_one_day_old(
     fleet: InProcessFleet,
 ) -> None:
     def told() -> list[Any]:
@@ -374,7 +374,7 @@ def test_a_program_that_no_machine_has_is_looked_for_once_on_each(fleet: InProce
     assert "never tried again" in job.failure_reason
 
 
-def test_what_another_attempt_has_is_waited_for_and_costs_nothing(
+def test_a_gpu_held_by_another_attempt_is_waited_for_without_using_retries(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restore that one may stand in no table, and run for days."""

@@ -140,7 +140,7 @@ async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
 
 
 @pytest.mark.parametrize("torn", [50, 95])
-async def test_what_an_earlier_try_left_torn_is_fetched_again(
+async def test_partial_files_of_an_earlier_collection_are_fetched_again(
     torn: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -182,7 +182,7 @@ async def test_more_than_the_job_may_leave_is_not_fetched(
     assert not artefact_folder(place, JOB, output.epoch).exists()
 
 
-async def test_what_would_fill_the_disk_is_not_fetched(
+async def test_artefacts_that_would_fill_the_disk_are_not_fetched(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = begin(database, host)

@@ -122,7 +122,7 @@ async def test_two_mirrors_at_once_write_each_byte_once(
     assert written(logs, output) == host.log
 
 
-async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
+async def test_a_former_owner_of_the_attempt_reports_no_log(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)

@@ -83,7 +83,7 @@ def later(tmp_path: Path) -> LaterStore:
     ("at", "side"),
     [("checkpoint.piece", "after"), ("checkpoint.blob", "before"), ("checkpoint.row", "before")],
 )
-async def test_what_a_mirror_needs_stays_however_long_it_takes(
+async def test_blobs_that_a_mirror_needs_survive_a_collection(
     database: Database, later: LaterStore, host: WorkFolder, at: str, side: Side
 ) -> None:
     """Also what another checkpoint had that is kept no more."""
@@ -276,7 +276,7 @@ async def test_a_job_that_began_anew_keeps_what_it_does_now(
         assert steps(database) == left
 
 
-async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
+async def test_a_former_owner_of_the_attempt_records_no_checkpoint(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     output: MemberOutput = begin(database, host)

@@ -79,7 +79,7 @@ def waits_for_a_lock(pid: int) -> bool:
     return str(pid) in [line[5] for line in waiting]
 
 
-def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
+def test_a_pip_that_outlives_its_builder_keeps_the_lock(desk: Desk) -> None:
     """The builder is killed, a pip that it has started is not."""
     mark = desk.folder / "installing"
     desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')

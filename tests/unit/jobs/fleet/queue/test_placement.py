@@ -402,7 +402,7 @@ def test_no_gpu_or_slot_is_given_twice(fleet: list[Machine], jobs: list[Resource
 # --- waiting for long -----------------------------------------------------------------------------
 
 
-def test_what_is_kept_for_one_is_not_given_to_others() -> None:
+def test_gpus_held_for_one_job_are_not_given_to_others() -> None:
     fleet = [with_gpu(machine("a", 2), 1, whole=True)]
     kept = withhold(Resources(gpus=2), fleet, job_id="big")
     assert set(kept.gpus) == {0, 1}
@@ -470,7 +470,7 @@ def test_a_job_takes_one_of_its_places_however_many_gpus_it_wants() -> None:
     assert not has_room(machines["slurm"])
 
 
-def test_what_is_free_at_once_comes_before_a_queue() -> None:
+def test_a_free_machine_is_preferred_to_the_queue_of_a_cluster() -> None:
     own, other = machine("zz", 1), machine("z-cpu", slots=1)
     assert seats(place(Resources(gpus=1), [cluster("a"), own])) == [("zz", None)]
     assert seats(place(Resources(gpus=0), [cluster("a"), other])) == [("z-cpu", 0)]

@@ -41,7 +41,7 @@ def test_more_retries_after_one_class_raise_the_total_that_would_forbid_them() -
     assert from_document({"retry": {"per_class": {"crashed": 1}}}).retry_policy().charged == 2
 
 
-def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:
+def test_requests_above_the_present_limit_can_still_be_read() -> None:
     """An end reads what was asked once more, whatever this version would say of it."""
     stored = {"limits": {"artefact_files": 5_000_000}}
     assert RequestDocument.model_validate(stored).retry_policy() == JobRequest().retry_policy()

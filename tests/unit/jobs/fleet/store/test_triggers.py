@@ -172,7 +172,7 @@ def test_how_a_job_ended_does_not_change(database: Database) -> None:
     set_job(database, "j", "queued", ", generation = 1, failure_reason = NULL, exit_code = NULL")
 
 
-def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
+def test_the_spec_of_an_admitted_job_cannot_be_changed(database: Database) -> None:
     job(database, "j")
     execute(database, "UPDATE jobs SET spec_hash = 'a'")
     refused(database, "stop it and submit another", "UPDATE jobs SET spec_hash = 'b'")
@@ -533,7 +533,7 @@ def held(database: Database) -> int:
     return epoch
 
 
-def test_what_an_attempt_needs_is_not_deleted(database: Database, held: int) -> None:
+def test_rows_that_an_attempt_needs_cannot_be_deleted(database: Database, held: int) -> None:
     words = r"not deleted|as long as|violates foreign key|keeps its"
     renamed = ["UPDATE vms SET vm_id = 'other'", "UPDATE gpus SET gpu_id = 99"]
     for state in ("running", "ended"):
