@@ -331,7 +331,7 @@ OF_OTHERS = {
     },
     "test_sampler_contract.py": {
         "torch-full": {"test_results_do_not_depend_on_what_else_is_asked", "test_a_published_change_reaches_the_sampler"},
-        "torch-added": {"test_cancelling_disturbs_nobody", "test_a_published_change_reaches_the_sampler"},
+        "torch-added": {"test_cancelling_a_request_does_not_disturb_others", "test_a_published_change_reaches_the_sampler"},
         "ranks-added": {"test_results_do_not_depend_on_what_else_is_asked", "test_a_published_change_reaches_the_sampler"},
         "remote-full": {"test_a_published_change_reaches_the_sampler"},
     },

@@ -275,7 +275,7 @@ async def test_a_new_run(host: Host):
     losing.cancel()
 
 
-async def test_requests_are_read_as_they_grow_and_one_that_is_cancelled_disturbs_nobody(host: Host):
+async def test_results_are_read_as_they_grow_and_a_cancelled_request_disturbs_no_other(host: Host):
     engine = await host.make()
     await engine.open(host.order())
     order = GroupSampleRequest(7, "sort these", sampling=Sampling(seed=1))

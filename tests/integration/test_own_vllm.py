@@ -113,7 +113,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     assert all_gone([each["pid"] for each in servers])
 
 
-def test_one_that_cannot_begin_says_why(
+def test_a_server_that_cannot_start_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started once more if that may help."""
@@ -137,7 +137,7 @@ def test_one_that_cannot_begin_says_why(
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
 
-def test_one_that_ends_at_each_first_completion_is_given_up(
+def test_a_server_that_ends_at_each_first_completion_is_given_up(
     tmp_path: Path, python: Path, server: VllmServer
 ) -> None:
     """It answers each time before that, so waiting until it answers again would last as long as the run."""
@@ -277,7 +277,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
     assert str(server.weight_version).startswith("groupwise-toy-v")
 
 
-def test_one_that_never_takes_them_is_ended_and_reads_files(
+def test_a_server_that_never_takes_weights_is_ended_and_reads_files(
     tmp_path: Path, server: VllmServer, broadcast: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two times it is started again; then its workers are asked for nothing more."""
@@ -332,7 +332,7 @@ def test_a_server_that_takes_no_weights_is_not_left_paused(
     assert not server.paused
 
 
-def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
+def test_a_server_on_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: SHARED)

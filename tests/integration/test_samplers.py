@@ -221,7 +221,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     assert all_gone(stopped)
 
 
-def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
+def test_a_sampler_that_keeps_ending_ends_the_run(tmp_path, monkeypatch):
     lost = Lost(monkeypatch, 1, "sampler.generate", 2)
     resume = SamplerWorkers._resume
 
@@ -308,7 +308,7 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     assert results[0].rows == results[1].rows
 
 
-def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
+def test_a_replaced_server_with_other_weights_stops_the_run(tmp_path, monkeypatch):
     Lost(monkeypatch, 1, "sampler.generate", 5)
     served = WorkerState.load_policy
 

@@ -179,7 +179,7 @@ def slow_rewards(monkeypatch):
     monkeypatch.setattr(drawing, "score", slow)
 
 
-def test_the_free_schedule_loses_nobody_also_over_crashes(tmp_path, slow_rewards):
+def test_the_free_schedule_loses_no_group_even_over_crashes(tmp_path, slow_rewards):
     settings = config(tmp_path, schedule="free", max_off_policy_steps=2, max_steps=8)
     assert crash_at(40, lambda: start(settings)) == 17
     assert crash_at(18, lambda: go_on(settings)) == 17

@@ -109,7 +109,7 @@ def test_a_second_model_takes_the_place_of_the_first_and_leaves_its_run(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_half_a_model_is_never_taken_for_a_whole_one(whole: Path, work: Path) -> None:
+def test_an_incomplete_model_folder_is_never_loaded(whole: Path, work: Path) -> None:
     shutil.copytree(whole / "outputs", work / "outputs")
 
     def put() -> None:

@@ -80,7 +80,7 @@ def cut_off(tmp_path, task, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
-def test_one_that_was_cut_off_goes_on(cut_off, tmp_path, task, with_checkpoint):
+def test_an_interrupted_warm_up_continues(cut_off, tmp_path, task, with_checkpoint):
     """With its last checkpoint, or from its beginning where there was none yet."""
     if not with_checkpoint:
         shutil.rmtree(cut_off / "checkpoints")
@@ -145,7 +145,7 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     assert [step for step, _ in drawn["points"]] == [1]
 
 
-def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):
+def test_a_stop_condition_that_never_holds_is_reported(tmp_path, task, capsys):
     groupwise.rl(config(tmp_path, DRAWN, stop_when=["reward > 1"]), task)
     told = capsys.readouterr().err
     assert "no condition of training.stop_when was met in 4 steps (reward is 0." in told

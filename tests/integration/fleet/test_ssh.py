@@ -127,7 +127,7 @@ HEADER = f"GROUPWISE-ANSWER 1 {{}} {'a' * 64} 0"
     (f"echo {HEADER.format('9' * 12)}; yes", "announces"), (f"echo {HEADER.format(1000)}; yes", "hash"),
     (f"echo {HEADER.format(1000)}; echo x", "ended"), ("kill -9 $PPID", "ended"),
 ])  # fmt: skip
-async def test_a_machine_that_lies_holds_nobody_and_fills_no_memory(
+async def test_a_hostile_machine_cannot_block_callers_or_fill_memory(
     machine: LoopbackHost, says: str, told: str
 ) -> None:
     enter = machine.folder / "enter"

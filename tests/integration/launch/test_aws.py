@@ -326,7 +326,7 @@ async def test_a_machine_is_terminated_if_anything_fails_before_its_job_starts(
         ("and AWS is silent", Unreachable, "sweep --name"),
     ],
 )
-async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
+async def test_a_machine_whose_start_was_not_acknowledged_is_found_and_terminated(
     account: FakeAws,
     client: Renter,
     monkeypatch: pytest.MonkeyPatch,
@@ -373,7 +373,7 @@ async def test_a_machine_that_fails_during_preparation_is_terminated(
     assert (len(account.requests), account.living()) == (1, [])
 
 
-async def test_one_that_never_says_its_key_or_shows_another_is_ended(
+async def test_a_machine_without_the_expected_host_key_is_terminated(
     account: FakeAws, reach: Reach
 ) -> None:
     account.says_key = False
@@ -388,7 +388,7 @@ async def test_one_that_never_says_its_key_or_shows_another_is_ended(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
+async def test_a_machine_that_aws_does_not_list_yet_is_terminated_once_it_does(
     account: FakeAws, reach: Reach, knows: bool
 ) -> None:
     """It is consistent only after some seconds."""

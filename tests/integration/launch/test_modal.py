@@ -116,7 +116,7 @@ async def test_a_container_that_is_taken_away_is_followed_by_another(
         pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=SOAK),
     ],
 )
-async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
+async def test_a_job_that_outlasts_a_call_continues_unattended_in_further_calls(
     modal: FakeModal, client: LaunchClient, secrets: str, last: int, outcome: Outcome
 ) -> None:
     """And is ended by its own limit, which holds over all of its calls."""

@@ -236,7 +236,7 @@ def test_all_weights_are_trained_with_a_server_elsewhere(python, tmp_path):
 
 @SOAK
 @NEWEST
-def test_one_that_cannot_begin_is_named_with_its_first_error(python, model, tmp_path):
+def test_a_server_that_cannot_start_is_named_with_its_first_error(python, model, tmp_path):
     given = settings(tmp_path, model, vllm_python=str(python), gpu_memory_utilization=1.0)
     with pytest.raises(UsageError, match=r"ValueError: .*gpu-memory-utilization"):
         groupwise.rl(given, TOY)

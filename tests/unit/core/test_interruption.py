@@ -101,7 +101,7 @@ def test_an_undisturbed_section_finishes_and_the_next_droppable_work_never_start
 
 
 @pytest.mark.parametrize(("together", "again"), [(60.0, signal.SIGINT), (0.0, signal.SIGTERM)])
-def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together, again):
+def test_repeated_signals_from_launchers_do_not_force_an_exit(together, again):
     """A queue tells all processes of a job, and torchrun or srun pass on what they hear."""
     body = f"""
     async def main():

@@ -184,7 +184,7 @@ def test_each_begins_where_the_one_before_ended(run):
     assert not (run.checkpoints / "step-2").exists()
 
 
-def test_one_that_is_gone_is_made_up_for_by_the_next(run, tmp_path):
+def test_a_missing_segment_is_made_up_for_by_the_next_one(run, tmp_path):
     run.path.joinpath("checkpoints/step-4/record.db").unlink()
     write_record_segment(run.path, run.store.path, tmp_path, 5)
     assert steps_of(tmp_path / "record.db") == [2, 3, 4]
@@ -223,7 +223,7 @@ def all_of(record: Path) -> dict[str, list[tuple[object, ...]]]:
     return rows(record, (*TABLES, "evaluations", "evaluation_rows"))
 
 
-def test_many_become_one(tmp_path, merging):
+def test_many_segments_are_merged_into_one(tmp_path, merging):
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
     go_on(run, 0, 9)
     assert kept(run.path) == {"steps-1-to-3.db", "steps-4-to-6.db", "step-7.db", "step-8.db"}
@@ -293,7 +293,7 @@ def test_segments_of_a_protected_checkpoint_are_not_merged_with_later_ones(tmp_p
     assert (made.steps, made.lost) == (3, ())
 
 
-def test_one_that_cannot_be_read_is_left_and_told_of(tmp_path, merging, caplog):
+def test_an_unreadable_segment_is_left_and_reported(tmp_path, merging, caplog):
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
     go_on(run, 0, 3)
     (run.path / "records/step-2.db").write_bytes(b"no database at all" * 1000)

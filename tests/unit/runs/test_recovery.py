@@ -95,7 +95,7 @@ def test_torn_ones_are_passed_over(run: Path, tmp_path: Path) -> None:
     assert (made.steps, made.lost) == (4, ())
 
 
-def test_one_that_carries_nothing_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_record_is_refused(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new/r"
     checkpoints.save(new / "checkpoints", 6, lambda folder: None)
     with pytest.raises(RunNotFoundError, match="Copy the whole folder"):

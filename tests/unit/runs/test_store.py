@@ -420,7 +420,7 @@ class TestReaders:
         thread.join()
         assert all(rollouts == 4 * steps for steps, rollouts in seen)
 
-    def test_a_snapshot_holds_still_and_nobody_writes_through_it(self, store: Store) -> None:
+    def test_a_snapshot_does_not_change_and_is_read_only(self, store: Store) -> None:
         fill(store, 1)
         with Store.open(store.path, readonly=True) as reader:
             with reader.snapshot():

@@ -58,7 +58,7 @@ def test_a_wrong_key_file_is_refused_line_by_line_without_showing_it() -> None:
             read_key_file(f"{name} read {'0' * 64}", "keys")
 
 
-def test_a_key_is_known_by_its_line_and_forged_ones_are_nobodys() -> None:
+def test_a_key_is_recognised_by_its_line_and_forged_keys_are_refused() -> None:
     secret = MADE.key.rpartition("-")[2]
     for key in (MADE.key, "tml" + MADE.key.removeprefix("gw")):  # as the Tinker client sends it
         assert RING.caller(key) == Caller(NAME, Role.TRAIN)

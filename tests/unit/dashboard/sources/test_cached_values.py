@@ -27,7 +27,7 @@ def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
     assert value.latest() == 3
 
 
-def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
+def test_readers_do_not_wait_for_a_hanging_query_which_runs_once() -> None:
     now, begun, answer = [0.0], [], threading.Event()
 
     def find() -> str:

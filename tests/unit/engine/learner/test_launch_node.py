@@ -87,7 +87,7 @@ def fake_srun(folder: Path, script: str) -> Path:
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak(suite="engine"))],
 )
-def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
+def test_a_signal_is_withheld_from_srun_and_passed_to_its_tasks(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """As the runner tells it, all of the command's session; or typed in an allocation."""

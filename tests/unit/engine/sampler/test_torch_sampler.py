@@ -275,7 +275,7 @@ async def test_requests_during_a_weight_load_wait_for_it(
 
 
 @BOTH_ENGINES
-async def test_a_request_that_does_not_fit_is_refused_and_disturbs_nobody(make_sampler):
+async def test_a_request_that_does_not_fit_is_refused_without_disturbing_others(make_sampler):
     sampler = make_sampler(key_length=48)
     alone = await sampler.generate(request())
     fits = request(prompt="x" * 28)

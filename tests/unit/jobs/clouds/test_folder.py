@@ -137,7 +137,9 @@ def test_of_checkpoints_the_folder_is_a_mirror(results: ResultsFolder) -> None:
     assert not (results.folder / EARLIER).exists()
 
 
-def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: ResultsFolder) -> None:
+def test_the_last_checkpoint_stays_if_the_place_has_none_or_older_ones(
+    results: ResultsFolder,
+) -> None:
     come(results, checkpoints(8))
     come(results, {})
     come(results, checkpoints(2), attempt=2, ended=True)

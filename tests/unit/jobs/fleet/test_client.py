@@ -189,7 +189,7 @@ def _asked(of: FleetClient, verb: str, path: str, **more: Any) -> Any:
     return of._request_json(verb, path, **more)  # what none of its words asks
 
 
-def test_nobody_gets_a_file_of_another_project_by_its_hash(
+def test_a_hash_alone_gives_no_file_of_another_project(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
 ) -> None:
     red, blue = red_and_blue
@@ -233,7 +233,7 @@ def test_a_file_of_another_project_must_be_uploaded_in_full(
 
 
 @pytest.mark.parametrize("first", ["bound", "unbound"])
-def test_the_end_of_a_file_does_not_complete_what_somebody_else_has_begun(
+def test_the_last_part_of_a_file_does_not_complete_the_upload_of_another_project(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, first: str
 ) -> None:
     red, blue = red_and_blue
@@ -417,7 +417,9 @@ def test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job(
 # Who may
 
 
-def test_each_role_may_what_it_may_and_nobody_without_a_key(url: str, fleet: FleetClient) -> None:
+def test_each_role_has_its_permissions_and_a_missing_key_has_none(
+    url: str, fleet: FleetClient
+) -> None:
     read, act = (fleet.make_key(role)["key"] for role in ("read", "act"))
     with FleetClient(url, read) as reader, FleetClient(url, act) as actor:
         job = actor.submit(COMMAND)["job_id"]

@@ -271,7 +271,7 @@ async def test_a_machine_that_launches_nothing_is_drained_and_the_queue_is_not_d
     assert value(fleet, VM.drain_reason, VM.vm_id == "b") is None
 
 
-async def test_one_job_that_nobody_can_launch_drains_no_machine_and_comes_to_an_end(
+async def test_a_job_that_cannot_be_launched_ends_without_draining_machines(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "FREE_RETRIES", 8)
@@ -304,7 +304,7 @@ class HeldFiles:
         return await self._call(request, timeout=timeout)
 
 
-async def test_nobody_sends_files_of_what_is_cancelled(
+async def test_no_files_are_sent_for_a_cancelled_job(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though its end has to wait for another machine."""

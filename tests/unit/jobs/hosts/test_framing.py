@@ -101,7 +101,7 @@ def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
         read(announced(document))
 
 
-def test_small_things_without_number_are_none() -> None:
+def test_answers_with_too_many_small_values_are_refused() -> None:
     for many in (b"[],", b'"",'):
         with pytest.raises(BadAnswer, match="more than"):
             read(announced(b'{"x": [' + many * 900 + b"0]}"))

@@ -98,7 +98,7 @@ async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_somebody_else_has_submitted_it_at_the_same_time(status: int) -> None:
+async def test_a_concurrent_submission_of_the_same_job_counts_as_queued(status: int) -> None:
     head = RaysHead()
     head.answers["POST"] = (status, f"ValueError: Job with submission_id {NAME} already exists.")
     assert (await head().launch(LAUNCH)).state is RunnerState.QUEUED

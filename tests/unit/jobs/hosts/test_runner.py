@@ -342,7 +342,7 @@ def test_a_program_that_is_not_there_or_cannot_be_executed(either: Machine) -> N
         assert (record["reason"], record["code"]) == ("spawn_failed", code)
 
 
-def test_wait_answers_when_something_changes_and_ends_when_nobody_listens(either: Machine) -> None:
+def test_wait_answers_on_a_change_and_ends_when_the_caller_disconnects(either: Machine) -> None:
     either.sh(
         "until [ -e go ]; do sleep 0.02; done; echo word; until [ -e on ]; do sleep 0.02; done"
     )

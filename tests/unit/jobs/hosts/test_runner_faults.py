@@ -435,7 +435,7 @@ def test_a_command_whose_deadman_has_passed_never_begins(here: Machine, how: str
     assert not (here.folder() / "started").exists()
 
 
-def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
+def test_repeated_or_older_clocks_do_not_extend_the_deadman(here: Machine) -> None:
     clock = here.status()["clock"]
     for told, counts in ((clock - 10, clock - 10), (clock - 20, clock - 10), (clock, clock)):
         here.sh(FOR_EVER, deadman=3600, clock=told)

@@ -176,7 +176,7 @@ def test_odd_records_of_one_break_no_answer_about_others(here: Machine, odd: str
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
-def test_records_that_are_no_files_are_waited_for_by_nobody(here: Machine, kind: str) -> None:
+def test_records_that_are_not_files_are_not_waited_for(here: Machine, kind: str) -> None:
     here.sh("sleep 600", job="other")
     here.sh("until [ -e go ]; do sleep 0.02; done; exit 3")
     for name in (*RECORDS, "outcome.json"):

@@ -80,7 +80,7 @@ def test_secrets_are_named_and_nothing_more(packs: Packs, store: BlobStore) -> N
     assert CANARY not in str(refused.value)
 
 
-def test_files_on_their_way_are_for_nobody_else(
+def test_packed_files_are_readable_only_by_their_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -194,7 +194,7 @@ def test_a_rollout_in_which_the_policy_wrote_nothing_has_no_text():
     assert found["length"] == pytest.approx(2 / 3)
 
 
-def test_groups_of_one_are_compared_with_nobody():
+def test_groups_of_one_are_not_compared():
     assert group_statistics([]) == group_statistics([group()]) == {}
     part = {"p": (1.0, 1.0)}
     found = group_statistics(

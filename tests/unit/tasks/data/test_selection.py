@@ -251,7 +251,7 @@ ALL = {"easy_pool": EASY, "replay": REPLAY, "curriculum": {}}
 
 
 @given(st.integers(0, 9), st.booleans())
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(at, ahead):
+def test_a_selection_restored_from_a_checkpoint_continues_unchanged(at, ahead):
     """Also where the next step has been chosen for already, when less was known."""
 
     def reward(choice: Choice) -> list[float]:

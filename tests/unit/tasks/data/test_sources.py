@@ -264,7 +264,7 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     (ConnectionError("offline"), "The hub cannot be reached"), (ValueError('Unknown split "x"'), 'Unknown split "x"'),
     (DatasetNotFoundError("gone"), "Look at its page"), (DatasetGenerationError("broken"), "Look at its page"),
 ])  # fmt: skip
-def test_hub_that_does_not_give_it_is_told(
+def test_a_failure_of_the_hub_is_reported_with_what_was_tried(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:

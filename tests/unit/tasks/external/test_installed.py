@@ -111,7 +111,7 @@ def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixtur
         assert capsys.readouterr().err.splitlines()[-1] == line + words
 
 
-def test_one_that_is_not_there_is_missed_with_what_to_do():
+def test_a_missing_environment_is_reported_with_what_to_do():
     install("my_game", kind="verifiers", say=False)
     task = load_task("verifiers:my-gane")
     with pytest.raises(

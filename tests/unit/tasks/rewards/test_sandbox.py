@@ -354,7 +354,7 @@ async def test_no_connection_can_be_made():
     assert (set(bare.missing), bare.output) == (set(PROTECTIONS), b"through\n")
 
 
-async def test_signals_reach_nobody_outside():
+async def test_signals_reach_no_process_outside_the_sandbox():
     source = f"""
         import os, signal
         for process in (os.getppid(), {os.getpid()}):

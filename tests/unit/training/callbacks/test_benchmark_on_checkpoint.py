@@ -99,7 +99,7 @@ def test_each_checkpoint_is_evaluated_and_recorded(folder):
     assert found == ["mine of step-2: right 0.5, n 3", "mine of step-4: right 0.5, n 3"]
 
 
-def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
+def test_benchmarks_run_in_parallel_up_to_a_limit_without_delaying_the_run(folder):
     callback = BenchmarkOnCheckpoint(command=command(HANGS), max_processes=2)
     session = Session(folder, callback)
     for step in (1, 2, 3):

@@ -117,7 +117,7 @@ def test_classes_by_file_and_module(file, tmp_path, monkeypatch):
     assert one("mine:Defaults")[0] == "Defaults"
 
 
-def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
+def test_an_installed_package_can_announce_a_callback(monkeypatch, tmp_path, file):
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("notify", "mine:Needy", "groupwise.callbacks")
     monkeypatch.setattr(

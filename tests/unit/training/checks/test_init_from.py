@@ -235,7 +235,7 @@ def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) 
     assert told(report) == (set() if ours else {"reward_funcs", "reward_weights"})
 
 
-def test_a_name_of_nobody_in_a_recipe_is_a_function_that_is_to_be_written() -> None:
+def test_an_unknown_reward_in_a_recipe_becomes_a_function_to_write() -> None:
     config, report = small("reward_funcs: [check_answer]")
     assert config["rewards"]["reward_funcs"] == ["rewards.py:check_answer"]
     assert told(report) == {"reward_funcs"}

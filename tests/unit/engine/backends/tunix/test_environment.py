@@ -85,7 +85,7 @@ def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version
     assert {each.name for each in home().iterdir()} == {LOCK, MADE, python().parent.parent.name}
 
 
-def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
+def test_a_failed_rebuild_leaves_the_previous_environment(pip: Pip) -> None:
     pip.code = 1
     with pytest.raises(UsageError, match="no network"):
         install("cpu", say=False)

@@ -84,7 +84,7 @@ def test_calls_are_answered_each_by_its_own(worker: WorkerProcess) -> None:
     assert os.getpgid(worker.pid) != os.getpgid(0)
 
 
-def test_a_call_that_nobody_awaits_is_withdrawn(worker: WorkerProcess) -> None:
+def test_a_call_without_a_waiter_is_withdrawn(worker: WorkerProcess) -> None:
     async def give_up() -> None:
         waits = asyncio.create_task(worker.call(Restore(folder="never")))
         await asyncio.sleep(0)

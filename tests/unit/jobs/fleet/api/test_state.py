@@ -40,7 +40,7 @@ def test_a_role_that_has_died_is_silent_for_so_long(database: Database) -> None:
     assert found["tracker"] == float("inf")
 
 
-def test_one_that_lives_speaks_for_its_role(database: Database) -> None:
+def test_a_role_counts_as_alive_if_one_of_its_processes_is(database: Database) -> None:
     for owner, ago in (("d1", 400.0), ("d2", 1.0), ("api", 0.0)):
         heard(database, "api" if owner == "api" else "dispatcher", owner, ago)
     assert silence(database)["dispatcher"] < 30

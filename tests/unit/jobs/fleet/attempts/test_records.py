@@ -166,7 +166,7 @@ def test_an_attempt_is_adopted_once(fleet: InProcessFleet, epoch: int) -> None:
     assert (renew("me"), adopt("other")) == ([], [])
 
 
-def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
+def test_a_lease_from_before_the_clock_was_set_back_delays_no_job(
     fleet: InProcessFleet, epoch: int
 ) -> None:
     def ends_in(time: float) -> None:

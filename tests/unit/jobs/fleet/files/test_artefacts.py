@@ -119,7 +119,7 @@ SOAK_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("death", [10, 28, *(pytest.param(n, marks=SOAK) for n in SOAK_DEATHS)])
-async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
+async def test_a_crash_at_any_effect_leaves_a_state_from_which_another_continues(
     death: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)

@@ -158,7 +158,7 @@ def alarms(database: Database) -> list[str]:
     return [each["message"] for each in found if each["kind"] == "checkpoint_not_mirrored"]
 
 
-async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
+async def test_a_checkpoint_that_is_too_large_is_reported_until_another_comes(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
     """Not even its other files are fetched."""
@@ -205,7 +205,7 @@ async def test_one_for_which_there_is_no_room_is_not_begun(
     assert "5% of the control machine's disk" in told(database)[0]
 
 
-async def test_those_that_are_gone_before_they_have_come_are_told_when_none_comes(
+async def test_checkpoints_that_vanish_before_they_are_fetched_are_reported(
     database: Database, store: BlobStore
 ) -> None:
     """One now and then is how many trainers do it."""
@@ -291,7 +291,7 @@ async def test_a_former_owner_of_the_attempt_records_no_checkpoint(
     assert steps(database) == []
 
 
-async def test_damaged_ones_go_before_whole_ones(
+async def test_damaged_checkpoints_are_removed_before_complete_ones(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     mirror = CheckpointMirror(store, Gateway(database))

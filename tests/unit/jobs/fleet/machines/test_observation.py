@@ -351,7 +351,7 @@ def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):
     assert fleet.vm.misses == 0
 
 
-def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
+def test_a_vanished_gpu_is_missing_until_it_is_back(fleet: Fleet):
     fleet.look(gpu(0), gpu(1))
     fleet.reserve("GPU-1")
     fleet.look(gpu(0))
@@ -411,7 +411,7 @@ def test_a_display_uses_a_gpu_only_by_its_memory(fleet: Fleet):
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
 
 
-def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):
+def test_a_gpu_is_not_free_if_its_processes_are_unknown(fleet: Fleet):
     fleet.look(gpu(0), apps=[app("GPU-0")])
     fleet.look(gpu(0), probe={"status": "ok", "apps": "hung"})
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
@@ -446,7 +446,7 @@ def test_a_process_of_an_attempt_released_after_the_poll_began_is_not_foreign(fl
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
 
 
-def test_memory_that_nobody_has_reserved_is_somebody_elses(fleet: Fleet):
+def test_unreserved_gpu_memory_in_use_counts_as_foreign(fleet: Fleet):
     fleet.look(gpu(0, memory_used_mb=501), gpu(1, memory_used_mb=500))
     assert fleet.observed() == {"GPU-0": "foreign_busy", "GPU-1": "ok"}
     fleet.look(gpu(0, memory_used_mb=None, utilisation=None), gpu(1))
@@ -492,7 +492,7 @@ class TestKeys:
         assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("new", None)
         assert fleet.look(gpu(0))
 
-    def test_a_changed_key_stops_all_use_until_somebody_has_looked(
+    def test_a_changed_host_key_stops_all_use_until_an_operator_confirms_it(
         self, fleet: Fleet, caplog: pytest.LogCaptureFixture
     ):
         fleet.look(gpu(0))

@@ -373,7 +373,7 @@ def test_unreadable_job_rows_do_not_block_or_hide_others(database: Database) -> 
     assert job_of(database, "good").status == "queued"
 
 
-def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
+def test_rows_that_cannot_be_refused_do_not_block_other_rows(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with a trigger that somebody has made for a purpose of their own; each is told of once, whatever the number of sweeps."""

@@ -115,7 +115,7 @@ def test_a_job_that_began_anew_goes_on_from_what_it_did_since(
     assert resume["manifest"] == {"outputs/x": ["a" * 64, 420, 300]}
 
 
-def test_a_damaged_checkpoint_is_passed_over_until_somebody_has_the_job_retried(
+def test_a_damaged_checkpoint_is_skipped_until_the_job_is_retried_by_hand(
     database: Database,
 ) -> None:
     add_machine(database, "vm-1", 1)
