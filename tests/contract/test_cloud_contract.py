@@ -206,7 +206,7 @@ FAILURES = {
 }
 
 
-async def test_a_failure_is_told_with_its_kind(client: LaunchClient) -> None:
+async def test_a_failure_is_reported_with_its_kind(client: LaunchClient) -> None:
     handles = [await client.submit(each, name=f"fails-{n}") for n, each in enumerate(FAILURES)]
     for handle, (failure, code, reason) in zip(handles, FAILURES.values(), strict=True):
         end = await client.ending(handle)

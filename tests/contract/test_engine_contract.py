@@ -176,7 +176,7 @@ async def test_invalid_sample_requests_raise_and_change_nothing(host: Host):
 
 @HERE
 @pytest.mark.parametrize("steps", [0, 1])
-async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, steps: int):
+async def test_a_successor_starts_again_before_the_first_checkpoint(host: Host, steps: int):
     engine = await host.make()
     first = await engine.open(host.order())
     plans = [await plan(engine, step) for step in range(steps)]

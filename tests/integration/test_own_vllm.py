@@ -79,7 +79,7 @@ class Kills(Callback):
             os.kill(told(self.folder)[0]["pid"], signal.SIGKILL)
 
 
-def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
+def test_a_run_has_a_server_and_one_that_is_killed_is_started_again(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told what a server without a GPU needs, and nothing of torchrun."""

@@ -106,7 +106,7 @@ def test_other_numbers_of_both(alone, tmp_path, loaded):  # noqa: F811
 
 
 @pytest.mark.parametrize("schedule", ["fixed_lag", pytest.param("free", marks=SOAK)])
-def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
+def test_sampling_continues_while_learners_learn(tmp_path, monkeypatch, schedule):
     """The gradient of a step is not handed out before the groups of the next one have been sampled: else it would wait for ever."""
     sampled: set[int] = set()
     steps, one_more = [], asyncio.Condition()

@@ -122,7 +122,7 @@ def lagged(request, tmp_path_factory):
     return request.param, what_must_be_equal(folder), points
 
 
-def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch):
+def test_a_lagged_run_stops_cleanly_and_continues(lagged, tmp_path, monkeypatch):
     lag, whole, _ = lagged
     commit = loop.commit
 

@@ -60,7 +60,7 @@ def test_every_event_comes_in_its_order_and_an_observed_run_is_the_same_run(obse
     assert seen["files"].keys() >= plain["files"].keys()
 
 
-def test_state_and_table_go_on_over_a_crash(observed, tmp_path):
+def test_state_and_table_continue_over_a_crash(observed, tmp_path):
     whole, points = observed
     steps = [at for at, point in enumerate(points) if point == "commit:step:after"]
     made = settings(tmp_path, f"{FILE}:History", "loss_logging")

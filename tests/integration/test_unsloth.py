@@ -70,7 +70,7 @@ def test_it_is_imported_before_transformers(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text().split() == ["first"]
 
 
-def test_where_it_is_missing_the_install_command_is_told(
+def test_where_it_is_missing_the_install_command_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

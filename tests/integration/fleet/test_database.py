@@ -268,7 +268,7 @@ def test_a_standby_is_waited_for_until_it_takes_writes(ready_url: str, postgres:
 # --- contended for --------------------------------------------------------------------------------
 
 
-def test_deadlocks_are_begun_anew(database: Database) -> None:
+def test_transactions_are_repeated_after_a_deadlock(database: Database) -> None:
     database.run(lambda s: s.add_all([Cursor(name="a"), Cursor(name="b")]))
     both_hold_one = threading.Barrier(2)
     calls: list[str] = []

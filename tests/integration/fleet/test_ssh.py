@@ -265,7 +265,7 @@ SHELLS: dict[tuple[str, str], str] = {
 """What the first call meets, by login shell and what stands in its start-up files; empty: its answer."""
 
 
-async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_told(
+async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_reported(
     full: FullHost,
 ) -> None:
     """Nothing was sent, or run: nothing of a job is left in doubt."""

@@ -446,7 +446,7 @@ async def test_a_machine_left_by_a_killed_client_is_reused_or_replaced(
 # --- gone -----------------------------------------------------------------------------------------
 
 
-async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
+async def test_a_job_whose_machine_is_gone_continues_from_what_was_fetched(
     account: FakeAws, reach: Reach, tmp_path: Path
 ) -> None:
     script = SAVES + (
@@ -555,7 +555,7 @@ def job(person: Person, text: str = MAKES) -> list[str]:
     return ["--script", "job.py"]
 
 
-def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_is_paid(
+def test_a_plan_needs_no_credentials_and_what_cannot_be_is_reported_before_anything_is_paid(
     person: Person, python: list[str], account: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, words = job(person), python[: python.index("--python")]

@@ -100,7 +100,7 @@ def trained(person: Person, name: str) -> Path:
     "trains",
     [pytest.param(LEARNERS, id="learners"), pytest.param(BOTH, id="samplers too", marks=SOAK)],
 )
-def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
+def test_killed_on_the_second_machine_they_continue_to_the_same_bits(
     person: Person, way: list[str], trains: tuple[str, ...]
 ) -> None:
     """Those of two learners on one machine; with samplers of its own the training is also that of one process."""
@@ -315,7 +315,7 @@ async def test_all_machines_begin_or_none(
         assert (await ending(each, handle)).outcome is Outcome.CANCELLED
 
 
-async def test_from_another_machine_it_goes_on_as_it_was_begun(
+async def test_from_another_machine_it_continues_as_it_was_begun(
     one: LaunchClient[GangBackend], hosts: list[LoopbackHost]
 ) -> None:
     """It meets where it did, and its machines keep their order."""

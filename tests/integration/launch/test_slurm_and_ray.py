@@ -265,7 +265,7 @@ async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
     ],
     indirect=["cluster"],
 )
-async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
+async def test_ended_by_its_engine_it_saves_and_continues_from_there(
     client: LaunchClient, cluster: ClusterCase, how: str
 ) -> None:
     asks: dict[str, Any] = {"partition": "gpu"} if cluster.name == "slurm" else {"slowly": SLOWLY}
@@ -289,7 +289,7 @@ async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
 
 
 @SOAK
-async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
+async def test_without_its_head_a_job_continues_and_nothing_is_placed_twice(
     client: LaunchClient, cluster: ClusterCase
 ) -> None:
     go, of_ray = client.folder / "go", cluster.name == "ray"
@@ -401,7 +401,7 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
 
 @SOAK
 @only_ray
-async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(
+async def test_with_its_node_it_is_lost_and_continues_from_its_checkpoint(
     client: LaunchClient,
 ) -> None:
     handle = await client.submit(asked(client, GOES_ON, slowly=-1.0, resources={"apart": 1}))

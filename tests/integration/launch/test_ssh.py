@@ -102,7 +102,7 @@ def test_an_environment_is_made_there_once(
     assert plan()["machine"]["made"]
 
 
-def test_a_sender_that_is_killed_goes_on_where_it_was(
+def test_a_sender_that_is_killed_continues_where_it_was(
     person: Person, machine: LoopbackHost, trusted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 10 * BATCH + 1

@@ -115,7 +115,7 @@ async def test_it_draws_what_it_is_asked_for_under_the_adapter(server, tmp_path,
     assert server.models() == [NAME]
 
 
-def test_a_run_that_is_killed_goes_on(server: RealServer, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_continues(server: RealServer, tmp_path: Path) -> None:
     given = settings(tmp_path, server.model, url=server.url, served_model=NAME)
     run = begun_in_child(lambda: groupwise.rl(given, TOY))
     wait_until((tmp_path / "toy/checkpoints/step-2").exists, "a checkpoint")

@@ -149,7 +149,7 @@ def test_supervised_runs_train_there(
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_a_run_goes_on_after_the_end_of_both_sides(
+def test_a_run_continues_after_the_end_of_both_sides(
     server: SkyrlServer, environment: dict[str, str], tmp_path: Path
 ) -> None:
     settings = rl_settings(server, tmp_path)

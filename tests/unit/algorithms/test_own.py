@@ -36,7 +36,7 @@ def _file(folder: Path, text: str = MINE) -> str:
     return f"{file}:Mine"
 
 
-def test_names_of_files_are_told_from_names_of_algorithms() -> None:
+def test_names_of_files_are_distinguished_from_names_of_algorithms() -> None:
     assert is_own("own.py:Mine")
     assert is_own("/a/b.py:Mine")
     assert not any(map(is_own, ("grpo", "own.py", "own:Mine", "own.py:", "own.py:1")))

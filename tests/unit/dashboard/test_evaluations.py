@@ -85,7 +85,7 @@ async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -
     assert "sums-one@4.json" in [each["file"] for each in weights["evaluations"]]
 
 
-async def test_two_after_the_same_step_are_told_apart(run: Path) -> None:
+async def test_two_after_the_same_step_are_distinguished(run: Path) -> None:
     harder = EvaluationRecord(4, "harder: all", "one@4", {"reward": 0.25}, rows(0.25))
     with Store.open(run / "run.db") as store:
         store.add_evaluation(harder)

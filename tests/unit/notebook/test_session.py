@@ -70,7 +70,7 @@ def test_invalid_sampler_calls_are_refused(asked: list[Any]) -> None:
     assert {type(params.max_tokens), type(seed)} == {int}
 
 
-def test_a_question_that_the_model_cannot_read_is_told(
+def test_a_question_that_the_model_cannot_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

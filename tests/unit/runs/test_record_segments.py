@@ -138,7 +138,7 @@ def test_put_together_they_are_the_record(tmp_path, keep_tokens):
     assert all(before.values())
 
 
-def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_goes_on(run):
+def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_continues(run):
     path = lose(run)
     recover(path)
     with RunFolder.open(path) as folder:

@@ -77,7 +77,7 @@ def test_the_newest_alone_is_a_run_again(run: Path, tmp_path: Path, steps: tuple
     assert (new / "start/adapter").read_bytes() == b"adapter"
 
 
-def test_the_run_goes_on_with_pieces_of_its_own(run: Path, tmp_path: Path) -> None:
+def test_the_run_continues_with_pieces_of_its_own(run: Path, tmp_path: Path) -> None:
     new = travel(run, tmp_path / "new/r", 6)
     recover_by_name("r", tmp_path / "new")
     with RunFolder.open(new) as folder:

@@ -300,7 +300,7 @@ def test_words_are_found_within_words_of_every_script(tmp_path: Path) -> None:
             assert len(store.rollouts(RolloutFilter(text=words))) == found, words
 
 
-def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
+def test_an_index_of_another_coding_is_rebuilt_and_not_asked_before(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.db"

@@ -523,7 +523,7 @@ async def test_readiness_says_why_not() -> None:
     assert "engine is being started" in waiting.json()["detail"]
 
 
-async def test_bodies_are_plain_or_gzip_and_names_of_other_servers_are_told() -> None:
+async def test_bodies_are_plain_or_gzip_and_names_of_other_servers_are_reported() -> None:
     body = b'{"prompt": "a"}'
     encoded = {
         "gzip": gzip.compress(body),

@@ -121,7 +121,7 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
     ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
     ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
 ])  # fmt: skip
-async def test_mistakes_are_told_to_the_policy(completion, said):
+async def test_errors_of_tools_are_returned_to_the_policy(completion, said):
     assert (await told(Tools([add, divide]), completion)).startswith(said)
 
 

@@ -238,7 +238,7 @@ def test_the_view_shows_everything_and_cannot_be_written() -> None:
         seen.task.words = 4
 
 
-def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = """\
 training:
   learning_rat: 1e-5

@@ -232,7 +232,7 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
 # --- mistakes
 
 
-def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
+def test_mistakes_are_reported_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
     mistakes = (
         *("show job-none", "stop {done}", "release {held} {done} --label a=1", "hold {done}"),
         *("fetch {waits}", "fetch {done} nothing.txt", "fetch {done} --attempt 99999"),

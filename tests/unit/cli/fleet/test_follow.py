@@ -148,7 +148,9 @@ def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
     assert said()[0] == "rank 1\n" * 2
 
 
-def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(said: Said) -> None:
+def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_reported(
+    said: Said,
+) -> None:
     ids = [f"job-{n}" for n in range(PORTION + 1)]
     portions: list[int] = []
 

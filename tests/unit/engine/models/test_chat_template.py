@@ -36,7 +36,7 @@ def begun(words: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("words", ["Let me think.\n<think>", "<think>\n", " 2", "{"])
 @pytest.mark.parametrize("family", sorted(SPECIAL))
-def test_the_model_goes_on_with_words_that_the_assistant_has_begun(family, words):
+def test_the_model_continues_with_words_that_the_assistant_has_begun(family, words):
     tokenizer = chat_tokenizer(family)
     text = prompt_text(tokenizer, Chat(begun(words)))
     probe = render(tokenizer, Chat(begun("⟦words⟧")), ask=False).partition("⟦words⟧")[0]
@@ -125,7 +125,7 @@ def test_a_chat_that_cannot_be_continued_is_refused(messages, problem):
         prompt_text(chat_tokenizer("chatml"), Chat(messages))
 
 
-def test_a_template_that_does_not_show_where_the_answer_begins_cannot_go_on():
+def test_a_template_that_does_not_show_where_the_answer_begins_cannot_continue():
     hidden = with_template("{% for m in messages | reverse %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(TaskError, match="add_generation_prompt"):
         prompt_text(hidden, Chat(begun("x")))
@@ -143,7 +143,7 @@ def test_a_row_goes_before_the_model_and_what_no_template_knows_is_an_error():
         prompt_text(tokenizer, Chat(ASKED, (), {"enable_thoughts": True}))
 
 
-def test_a_conversation_that_the_template_does_not_take_is_told_apart_from_other_mistakes():
+def test_a_conversation_that_the_template_does_not_take_is_distinguished_from_other_mistakes():
     with pytest.raises(TemplateRefused, match="roles user: no user"):
         prompt_text(with_template("{{ raise_exception('no user') }}"), Chat(ASKED))
     with pytest.raises(TaskError, match="no chat template") as missing:

@@ -73,7 +73,7 @@ def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder):
         assert hub.repositories[name].private is private
 
 
-def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
+def test_an_upload_that_ended_before_its_commit_continues(hub, folder):
     async def refuse(method: str, path: str) -> Response | None:
         return Response("no", 400) if "/commit/" in path else None
 

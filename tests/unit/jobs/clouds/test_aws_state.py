@@ -94,7 +94,7 @@ def cost(*machines: Machine, now: float) -> Cost:
     return found
 
 
-def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told() -> None:
+def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_reported() -> None:
     gone = machine("i-1", "terminated", 2 * HOUR, since="0", price="1.5")
     lives = machine("i-2", "running", since=f"{4 * HOUR}", price="2")
     unknown = machine("i-3", "running", since="0")

@@ -97,7 +97,7 @@ def test_a_file_that_changes_while_it_is_sent_is_sent_as_it_is_then(
         fleet.upload([file], on_progress=writes)
 
 
-def test_an_upload_that_was_cut_off_goes_on(
+def test_an_upload_that_was_cut_off_continues(
     url: str, fleet: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = b"x" * 5000
@@ -339,7 +339,7 @@ def _leave(place: FleetPlace, job: str, files: dict[str, bytes], name: str = "9"
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_an_artefact_that_was_cut_off_goes_on(ranges: bool, tmp_path: Path) -> None:
+def test_an_artefact_that_was_cut_off_continues(ranges: bool, tmp_path: Path) -> None:
     """Some bytes at a time, from a server that ends each connection early; a proxy may know no ranges."""
     data = bytes(range(256)) * 40
     asked: list[str] = []
@@ -588,7 +588,7 @@ def test_following_a_log_resumes_after_an_outage_without_loss(
     assert back == "the fleet answers again"
 
 
-def test_a_submission_goes_on_under_its_name() -> None:
+def test_a_submission_continues_under_its_name() -> None:
     server = Away(300.0)
     with server.client() as fleet:
         for _ in range(3):

@@ -196,9 +196,7 @@ async def test_settings_may_allow_private_addresses(database: Database, world: W
     await outlet.close()
 
 
-async def test_a_tracker_that_is_restarted_does_not_begin_anew_with_those_that_are_told(
-    database: Database, world: World
-):
+async def test_a_restarted_tracker_does_not_repeat_webhook_calls(database: Database, world: World):
     def end(name: str, webhook: str | None) -> Callable[[Any], None]:
         def write(session: Any) -> None:
             session.add(Job(job_id=name, request={} if webhook is None else {"webhook": webhook}))

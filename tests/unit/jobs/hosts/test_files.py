@@ -139,7 +139,7 @@ def receive(store: BlobStore, data: bytes, *, marked: bool = False, whole: bytes
     return sha(whole or data)
 
 
-def test_one_at_a_time_receives_a_blob_and_goes_on_after_a_crash(store: BlobStore) -> None:
+def test_one_at_a_time_receives_a_blob_and_continues_after_a_crash(store: BlobStore) -> None:
     data = b"0123456789"
     with store.incoming(sha(data), 10, "me") as incoming:
         incoming.add(data[:4])

@@ -508,7 +508,7 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
         remove_cgroup(scope)
 
 
-def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
+def test_memory_beyond_the_limit_is_reported(here: Machine) -> None:
     if not here.ask("hello")["cgroup"]["memory"]:
         pytest.skip("memory cannot be limited here")
     program = "x = bytearray(200 << 20)\nfor n in range(0, len(x), 4096): x[n] = 1"
@@ -563,7 +563,7 @@ def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     assert small.comes_to("exited", job="cancelled")["exit"]["reason"] == "cancelled"
 
 
-def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
+def test_a_log_continues_where_a_full_disk_has_room_again(small: Machine) -> None:
     """Nothing is lost: what could not be written waits, and so does the command."""
     small.sh(
         "until [ -e go ]; do sleep 0.02; done; seq 1000000 1059999; until [ -e room ]; do sleep 0.02; done; exit 9"

@@ -42,7 +42,7 @@ def test_only_sealed_folders_are_checkpoints(either: Machine) -> None:
     ]
 
 
-def test_every_file_is_named_and_one_that_is_written_over_is_sealed_anew(tmp_path: Path) -> None:
+def test_every_file_is_named_and_one_that_is_written_over_is_sealed_again(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-4")
     assert seal(folder, 4) == folder / "manifest.json"
     said = json.loads((folder / "manifest.json").read_text())

@@ -151,7 +151,7 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
     ],
     ids=str,
 )
-def test_all_that_is_wrong_is_told(columns: dict[str, Any], texts: list[str]) -> None:
+def test_all_that_is_wrong_is_reported(columns: dict[str, Any], texts: list[str]) -> None:
     said = told(GRPO, **columns)
     assert [text for text in texts if text not in said] == [], said
 

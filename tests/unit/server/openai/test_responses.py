@@ -74,7 +74,7 @@ async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
             )
 
 
-async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch) -> None:
+async def test_a_conversation_continues_from_a_kept_response(tmp_path, monkeypatch) -> None:
     writes(monkeypatch, f"I add.{CALL}")
     settings = {"max_completion_length": 12}
     async with asking(tmp_path, settings=settings) as (served, client):

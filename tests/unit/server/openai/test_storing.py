@@ -92,7 +92,7 @@ async def test_calls_share_a_group(tmp_path, how) -> None:
         assert following["group_id"] != group
 
 
-async def test_a_group_that_the_policy_has_left_behind_is_not_gone_on_with(tmp_path) -> None:
+async def test_a_group_that_the_policy_has_left_behind_is_not_continued(tmp_path) -> None:
     async with asking(tmp_path, settings={"steps": "manual"}) as (_, client):
         first = await client.text(store=True)
         second = await client.text(store=True)

@@ -266,7 +266,9 @@ async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert code(sent) == "invalid_request"
 
 
-async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:
+async def test_an_answer_that_was_reported_and_lost_is_reported_again_however_late(
+    tmp_path: Path,
+) -> None:
     clock = Clock()
     async with asking(tmp_path, clock=clock, silence=1e9) as ask:
         first = await ask.call(1, UPDATE, after=0)
@@ -334,7 +336,7 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
         assert code(await ask.http.get(f"/parts/{OTHER}")) == "parts_gone", "though nobody asked"
 
 
-async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_be_begun_is_reported_and_tried_again(tmp_path: Path) -> None:
     async with asking(tmp_path, opened=False) as ask:
         ask.server.fails = [RunError("no memory for a process")] * 2
         plan = {"kind": "supervised", "config": {"model": {"name": "tiny"}}}

@@ -168,7 +168,7 @@ async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> Non
         assert (status.step, status.fingerprint, status.phase) == (4, before, "running")
 
 
-async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
+async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_continued(
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path) as server:
@@ -256,7 +256,7 @@ async def test_checkpoints_by_name_outlive_their_run(
     ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
     ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
 ])  # fmt: skip
-async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
+async def test_a_setting_that_is_given_again_replaces_what_said_the_same(
     source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
 ) -> None:
     plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}

@@ -160,7 +160,7 @@ def test_problems_of_the_process_reach_the_user(monkeypatch: pytest.MonkeyPatch)
         reasoning_gym.get_rl_dataset(config(generation_time_limit=0.5))
 
 
-def test_too_few_different_problems_are_told() -> None:
+def test_too_few_different_problems_are_reported() -> None:
     small = named("chain_sum", min_terms=2, max_terms=2, max_digits=1)
     with pytest.raises(ValueError, match=r"after \d+ of 900"):
         reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))

@@ -126,7 +126,7 @@ def test_columns_follow_the_last_question_as_lines() -> None:
     assert asked("hi") == said
 
 
-def test_duplicates_are_told_by_the_prompt_as_it_is_in_the_end() -> None:
+def test_duplicates_are_recognised_by_the_prompt_as_it_is_in_the_end() -> None:
     given = ("hi", [USER], "hello", [USER, ASSISTANT])
     assert len(prompts(*given)) == 4
     rows = prompts(*given, drop_duplicates=True, format="chat", prefill="drop")

@@ -139,7 +139,7 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-def test_different_values_are_told_apart():
+def test_different_values_are_distinguished():
     shared = [Node("a")] * 20_000
     assert not list(unsupported_parts(canonical([*shared, Colour.RED]))), (
         "many references are allowed"

@@ -270,7 +270,7 @@ def test_a_loss_is_a_share_of_what_was_there(before, after, least, lost):
     assert finding.strength == (pytest.approx(lost / 0.5) if lost >= 0 else -MANY / 4)
 
 
-def test_a_move_that_begins_within_the_start_is_told():
+def test_a_move_that_begins_within_the_start_is_reported():
     """Brief gave 0.4, 0.3, 0.2, then 0: s is 0.071 between neighbours, and 0.3 of fall 3.67 errors; of their spread it would be 2.6."""
     falls = ((0.0, 0.4), (0.1, 0.3), (0.2, 0.2), (0.9, 0.0))
     course = [earned((d, c), (d + 0.2, c), weights=PENALISED) for d, c in falls]
@@ -308,7 +308,7 @@ COURSE = [
 
 
 @pytest.mark.parametrize("at", range(len(COURSE)))
-def test_from_a_checkpoint_it_goes_on(at):
+def test_from_a_checkpoint_it_continues(at):
     whole = watch(memory=0.7)
     expected = [whole.observe(groups, n, 1 / (n + 1)) for n, groups in enumerate(COURSE)]
     before, after = watch(memory=0.7), watch(memory=0.7)

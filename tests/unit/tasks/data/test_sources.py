@@ -164,7 +164,7 @@ def test_columns_get_our_names_and_the_others_stay() -> None:
     assert found == [{"a": 2, "b": 1}, {"b": 3}], "they may change places, and a row may lack one"
 
 
-def test_missing_column_is_told_with_the_nearest() -> None:
+def test_missing_column_is_reported_with_the_nearest() -> None:
     message = refused(jsonl(ROWS), columns={"prompt": "questoin"})
     assert "'question'? It has: question, answer." in message
 
@@ -229,7 +229,7 @@ def test_errors_of_a_data_file_name_the_line(name: str, content: str | bytes, sa
     ("openai/gsm8k", False), ("imdb", False), ("./gsm8k", True), ("~/gsm8k", True), ("a/b/c", True),
     ("openai/gsm8k.jsonl", True),
 ])  # fmt: skip
-def test_files_are_told_from_names_on_the_hub(source: str, local: bool) -> None:
+def test_files_are_distinguished_from_names_on_the_hub(source: str, local: bool) -> None:
     assert is_local(source) is local
 
 

@@ -58,7 +58,7 @@ def test_it_is_made_once_with_its_library_and_locked(pip: list[list[str]]):
     assert find("my-game") is None
 
 
-def test_a_folder_is_installed_anew_once_its_files_have_changed(tmp_path: Path):
+def test_a_folder_is_installed_again_once_its_files_have_changed(tmp_path: Path):
     folder, copy = tmp_path / "game", tmp_path / "copy"
     folder.mkdir()
     (folder / "pyproject.toml").write_text('[project]\nname = "my_game"\n')

@@ -637,7 +637,7 @@ def test_the_share_of_tests_or_all_of_them():
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
-def test_a_completion_may_go_on_with_the_function_that_its_prompt_begins():
+def test_a_completion_may_continue_with_the_function_that_its_prompt_begins():
     rows = {"tests": ["assert f(1) == 2"] * 3, "entry_point": ["f"] * 3}
     prompts = ["import math\ndef f(x):\n"] * 2 + [[{"role": "user", "content": "def f(x):"}]]
     codes = ["    return x + 1", "def f(x): return x + 1", "    return x + 1"]
@@ -664,7 +664,7 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     assert (sorted(calls), max(most), len(read)) == (codes[:8], 3, 1)
 
 
-def test_a_machine_without_what_is_required_is_told_before_the_run(monkeypatch):
+def test_a_machine_without_what_is_required_is_reported_before_the_run(monkeypatch):
     held = {"network": (), "files": ("Landlock",), "calls": ()}
     monkeypatch.setattr(python_tests, "_machine_protections", lambda: held)
     with pytest.raises(TaskError, match=r"`python_tests` does not run code without network, calls"):

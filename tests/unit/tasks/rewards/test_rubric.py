@@ -269,7 +269,7 @@ def test_rewards_beyond_what_a_step_can_compute_with_fail_their_rollouts(value, 
     assert (member.outcome, "up to 1e+15" in reason(member)) == ("failed", True)
 
 
-def test_arguments_that_no_row_fills_are_told():
+def test_arguments_that_no_row_fills_are_reported():
     some = np.array([1, 2])
 
     def settings(completions, answer, gold=None, w=some, origin=None, log_extra=None): ...

@@ -127,7 +127,7 @@ async def test_its_folder_is_deleted(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_while_its_folder_is_deleted_others_go_on(monkeypatch):
+async def test_while_its_folder_is_deleted_others_continue(monkeypatch):
     loop, delete, went_on = asyncio.get_running_loop(), sandbox._delete_tree, threading.Event()
 
     def deleted(folder):

@@ -141,7 +141,7 @@ async def test_turns_and_answers_follow_each_other_and_only_turns_teach():
     assert not rollout.truncated
 
 
-async def test_tokens_stay_as_sampled_where_writing_them_anew_would_change_them():
+async def test_tokens_stay_as_sampled_where_writing_them_again_would_change_them():
     """The policy may spell a word in other pieces than the tokenizer would."""
     tokenizer = Pieces("12", "higher")
 

@@ -100,7 +100,7 @@ async def test_rollouts_are_the_same_wherever_their_environments_live(hosted, tm
         ("Dies", "failed", "SIGKILL"),
     ],
 )
-async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
+async def test_lost_process_costs_the_one_rollout_and_the_others_continue(
     hosted, tmp_path, name, outcome, said
 ):
     kind = hosted(name, time_limit=0.5)

@@ -148,7 +148,7 @@ def test_steps_that_are_done_again_are_given_up(folder):
     ("import sys; open(sys.argv[1], 'w').write('{\"a\": \"b\"}')", "has no numbers"),
     ("import sys; open(sys.argv[1], 'w').write('[1]')", "has no numbers"),
 ])  # fmt: skip
-def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code, reason):
+def test_a_failure_is_reported_with_the_log_and_the_run_continues(folder, caplog, code, reason):
     session = Session(folder, BenchmarkOnCheckpoint(command=command(code)))
     session.save(2)
     session.end()

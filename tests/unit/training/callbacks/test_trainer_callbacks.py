@@ -128,7 +128,7 @@ async def test_control_is_passed_on(told, event):
 # --- real ones
 
 
-async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
+async def test_exported_state_and_the_best_metric_continue_over_a_resume(told):
     one = await told(EarlyStoppingCallback(early_stopping_patience=2))
     for reward in (2.0, 1.0):
         await one.step()

@@ -153,7 +153,9 @@ def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
     assert (again["training"], told(report)) == (config["training"], {"min_p", "line 1"})
 
 
-def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_its_line() -> None:
+def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_reported_with_its_line() -> (
+    None
+):
     config, report = made("a.py", SCRIPT)
     training = config["training"]
     keys = ("learning_rate", "num_generations", "adam_beta2", "max_steps", "seed")
@@ -169,7 +171,7 @@ def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_it
     assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
 
 
-def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
+def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_reported() -> None:
     numbers = "learning_rate=1/2**20, num_generations=n(), save_steps=0.1, max_steps='auto', beta=b, adam_beta1=3"
     rewards = "['a.b.f', 'get_soft_overlong_punishment']"
     config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
@@ -325,7 +327,7 @@ def test_a_script_keeps_its_own_function_of_the_name_that_the_copied_one_would_h
     ("level", "limit"), ("remove_columns=", "batched=True, remove_columns="), ("rows.map", "rows.cast(x).map"),
     ("number(x", "split(x"),
 ])  # fmt: skip
-def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
+def test_a_change_that_is_none_of_a_row_alone_is_reported_and_not_copied(
     before: str, after: str
 ) -> None:
     """The first stays as it is, for the comparison."""
@@ -379,7 +381,7 @@ def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
 @pytest.mark.parametrize(("before", "after"), [
     ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
 ])  # fmt: skip
-def test_rows_that_need_more_than_the_file_are_told(before: str, after: str) -> None:
+def test_rows_that_need_more_than_the_file_are_reported(before: str, after: str) -> None:
     _, report = made("a.py", MADE.replace(before, after))
     assert told(report) == {"train_dataset", "eval_dataset"}
     assert "--task-module TASK.py" in report.details["next"][0]
@@ -430,7 +432,7 @@ def test_texts_that_end_a_completion() -> None:
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
-def test_how_each_key_ended_is_told(lines: str, name: str) -> None:
+def test_how_each_key_ended_is_reported(lines: str, name: str) -> None:
     _, report = small(lines)
     said = " ".join(f"{each.name} {each.measured} {each.meaning}" for each in report.findings)
     assert name in said

@@ -38,7 +38,7 @@ def test_text_becomes_a_users_message_or_is_continued(rows: Any) -> None:
     assert read.items[1].prompt == [own, user("hi")]
 
 
-def test_words_of_the_assistant_at_the_end_are_gone_on_with_or_left_out(rows: Any) -> None:
+def test_words_of_the_assistant_at_the_end_are_continued_or_left_out(rows: Any) -> None:
     begun = [user("hi"), {"role": "assistant", "content": "ho"}]
     read = rows([{"messages": begun}], prompt_column="messages", system_prompt="s")
     assert read.items[0].prompt == [{"role": "system", "content": "s"}, *begun]

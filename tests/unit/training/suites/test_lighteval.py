@@ -43,7 +43,7 @@ def test_unreadable_results_of_lighteval_are_refused(tmp_path, does, told):
         read_scores(SUITES["math_500"], tmp_path, tmp_path / LOG)
 
 
-def test_details_that_lack_are_told(tmp_path):
+def test_details_that_lack_are_reported(tmp_path):
     left(tmp_path, "lcb", 1.0)
     for file in (tmp_path / "out/details").rglob("*.parquet"):
         file.unlink()

@@ -170,7 +170,7 @@ def test_parts_are_done_beside_each_other(threads):
     in_parts(lambda *_: together.wait(), threads, least=1)
 
 
-def test_an_error_of_any_part_is_told(threads):
+def test_an_error_of_any_part_is_reported(threads):
     def work(first: int, last: int) -> None:
         if last == 12:
             raise ArithmeticError("the last part")

@@ -441,7 +441,7 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, ki
     ],
     indirect=["kind"],
 )
-def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
+def test_new_weights_that_are_no_numbers_are_reported_and_good_ones_serve_again(
     tmp_path, adapter, part, kind
 ):
     """Not the weights from before under the new name, and not a mixture."""

@@ -26,7 +26,7 @@ def test_rounding_is_no_reason():
     asked(TRUE, {NOT_APPLIED: TRUE, NOT_PROCESSED: TRUE})
 
 
-def test_other_weights_are_told_by_their_distance():
+def test_other_weights_are_recognised_by_their_distance():
     with pytest.raises(PolicyMismatchError, match=r" 0\.\d+ nats .*logprob_tolerance is 0\.1"):
         asked(noisy(TRUE, 0.5))
     asked(noisy(TRUE, 0.5), tolerance=1.0)

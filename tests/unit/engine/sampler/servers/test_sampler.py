@@ -98,7 +98,7 @@ async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learne
     assert server.adapters == []
 
 
-async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner, server):
+async def test_the_event_loop_continues_while_weights_are_read_and_hashed(learner, server):
     """Neither reading nor hashing ends before the loop says so; a fingerprint is asked for at each step, and computed once."""
     sampler = server_sampler([server.url], learner)
     local_policy: Any = sampler._local_policy
@@ -119,7 +119,7 @@ async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner,
     assert len(hashed) == 2
 
 
-async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_anew(
+async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_again(
     learner, server, tmp_path
 ):
     policy = await learner.publish(0)

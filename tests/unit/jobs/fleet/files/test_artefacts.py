@@ -99,7 +99,7 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("calls", [1, 8])
-async def test_a_fetch_that_was_cut_off_goes_on(
+async def test_a_fetch_that_was_cut_off_continues(
     calls: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -281,7 +281,7 @@ def lock_of(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-async def test_a_full_disk_is_told_and_can_be_mended(
+async def test_a_full_disk_is_reported_and_can_be_mended(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
     output: MemberOutput = begin(database, host)

@@ -195,7 +195,7 @@ async def test_a_line_that_is_refused_alone_is_left_out_and_its_place_says_so(
     assert len(caplog.records) == 1
 
 
-async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
+async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_continue(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused, fine = Log(database, logs, "refused", 1), Log(database, logs, "fine", 2)

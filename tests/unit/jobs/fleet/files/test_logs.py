@@ -137,7 +137,7 @@ async def test_a_former_owner_of_the_attempt_reports_no_log(
     assert offset_of(database, output) == 0
 
 
-def test_a_full_disk_is_told_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         path = make(disk, JOB, 1)
         append(path, 0, b"before")

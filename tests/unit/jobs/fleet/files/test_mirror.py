@@ -259,7 +259,7 @@ async def test_of_a_gang_the_leader_has_the_checkpoint(
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-async def test_a_job_that_began_anew_keeps_what_it_does_now(
+async def test_a_job_that_started_again_keeps_what_it_does_now(
     database: Database, store: BlobStore, host: WorkFolder, generation: int
 ) -> None:
     """Its own went as they came, because an earlier attempt had been further."""

@@ -293,7 +293,7 @@ def test_processes_without_a_supervisor_hold_their_job_back(fleet: Fleet, alive:
     assert claimed_ids(fleet.database) == ["back"]
 
 
-def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
+def test_numbers_of_attempts_continue_above_what_machines_have_seen(fleet: Fleet):
     gpus, seen = [gpu(0), gpu(1), gpu(2)], 40
     fleet.look(*gpus)
     own = fleet.reserve("GPU-0")

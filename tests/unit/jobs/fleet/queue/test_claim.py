@@ -86,7 +86,7 @@ def test_epochs_rise_and_attempts_are_counted(database: Database) -> None:
 
 
 @pytest.mark.parametrize("retried", [False, True])
-def test_a_job_that_began_anew_goes_on_from_what_it_did_since(
+def test_a_job_that_started_again_continues_from_what_it_did_since(
     database: Database, retried: bool
 ) -> None:
     """Which of several attempts was further does not count, in whatever generation they were."""
