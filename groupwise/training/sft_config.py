@@ -19,7 +19,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
-from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.core.settings.schema import Conflict, ForeignKey, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.wording import key_rows, section_tables
@@ -242,7 +242,7 @@ class SftConfig(Strict):
     )
 
     @classmethod
-    def foreign_keys(cls) -> Mapping[str, str]:
+    def foreign_keys(cls) -> Mapping[str, ForeignKey]:
         return foreign_to_sft()
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -120,13 +120,12 @@ def read_foreign(file: Path) -> ForeignConfig:
         if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
             evidence = marks[0].replace("&", " and ") if marks else match and match[0]
             hints = [
-                f"\n  {path} {value}: {advice}"
+                f"\n  {path} {value}: {key.advice}"
                 for path, value in paths.items()
                 if isinstance(value, str | int | float)
                 and not path.startswith("critic")
-                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
-                    "here it is"
-                )
+                and (key := foreign_to_rl().get(path.rpartition(".")[2])) is not None
+                and key.kind == "renamed"
             ]
             raise UsageError(
                 f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "

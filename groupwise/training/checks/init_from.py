@@ -21,7 +21,7 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
-from groupwise.core.settings.schema import foreign_advice
+from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.checks.foreign_config import ForeignConfig, read_foreign
@@ -423,15 +423,15 @@ def _choose_or_default(translation: Translation, key: str, name: str, default: A
 def _report_not_taken(translation: Translation, name: str) -> None:
     """Report a key that is not taken over."""
     value = translation.settings[name]
-    advice = foreign_advice(RunConfig, name)
+    foreign = foreign_key(RunConfig, name)
     if name in NO_EQUIVALENT:
         translation.lose(name, f"is not taken over: {NO_EQUIVALENT[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
         translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
             translation.remark(name, REMARKS[name])
-    elif advice:
-        translation.lose(name, f"is not taken over: {advice}")
+    elif foreign is not None:
+        translation.lose(name, f"is not taken over: {foreign.advice}")
     else:
         translation.lose(name, "is not taken over: nothing here has that name")
 

@@ -69,7 +69,7 @@ def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
     assert known.isdisjoint(foreign_to_rl())
     sections = {leaf.path[0] for leaf in leaves(RunConfig)}
     keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
-    for advice in foreign_to_rl().values():
+    for advice in (each.advice for each in foreign_to_rl().values()):
         named = [word.strip(".,") for word in advice.split() if word.split(".")[0] in sections]
         assert all(name in keys for name in named if "." in name), advice
 

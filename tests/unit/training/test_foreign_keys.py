@@ -68,7 +68,9 @@ def test_parameters_of_rewards_and_callbacks_are_there() -> None:
         "callback": {name: builtin(name) for name in BUILTIN},
     }
     found = 0
-    for advice in {*foreign_to_rl().values(), *foreign_to_sft().values()}:
+    for advice in {
+        each.advice for keys in (foreign_to_rl(), foreign_to_sft()) for each in keys.values()
+    }:
         for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):
             assert parameter in inspect.signature(kinds[kind][name]).parameters, advice
             found += 1
