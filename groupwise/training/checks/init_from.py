@@ -955,15 +955,15 @@ def _translate_datasets(
         }
         source = options.pop("id", None) or options.pop("path", None)
         entry: dict[str, Any] = {"source": source}
-        for own_key, foreign_key in (
+        for own_key, their_key in (
             ("config", "config"),
             ("config", "name"),
             ("split", "split"),
             ("weight", "weight"),
             ("weight", "fraction"),
         ):
-            if foreign_key in options:
-                entry[own_key] = options.pop(foreign_key)
+            if their_key in options:
+                entry[own_key] = options.pop(their_key)
         if columns := options.pop("columns", None):
             translation.remark(
                 name,
