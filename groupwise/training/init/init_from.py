@@ -24,8 +24,11 @@ from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.tasks.data.config import DatasetConfig
-from groupwise.training.checks.foreign_config import ForeignConfig, read_foreign
-from groupwise.training.checks.foreign_names import (
+from groupwise.training.config import RunConfig, load_config, resolved_values
+from groupwise.training.init.choices import Choice
+from groupwise.training.init.config_file import render
+from groupwise.training.init.foreign_config import ForeignConfig, read_foreign
+from groupwise.training.init.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
     LOSS_DIVISORS,
@@ -45,17 +48,14 @@ from groupwise.training.checks.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import ROWS, SPLIT, Unread
-from groupwise.training.checks.foreign_rewards import (
+from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread
+from groupwise.training.init.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
     PARAMETERS,
     is_open_r1,
     reward_entry,
 )
-from groupwise.training.checks.init_choices import Choice
-from groupwise.training.checks.init_file import render
-from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 PIPELINE = "preprocessing_pipeline"

@@ -17,10 +17,10 @@ from groupwise.core.findings import Report
 from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
 from groupwise.tasks.contract import load_task
-from groupwise.training.checks.foreign_config import ALIASES
-from groupwise.training.checks.foreign_names import SCHEDULES
-from groupwise.training.checks.init_from import init_from
 from groupwise.training.config import load_config
+from groupwise.training.init.foreign_config import ALIASES
+from groupwise.training.init.foreign_names import SCHEDULES
+from groupwise.training.init.init_from import init_from
 
 OPEN_R1 = """
 {model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct, model_revision: main, torch_dtype: bfloat16, attn_implementation: flash_attention_2,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
-from groupwise.training.checks.foreign_functions import ROW, copy_functions, free_name
+from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
 @dataclass(frozen=True, slots=True)

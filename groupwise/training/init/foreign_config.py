@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.tree import read_yaml
-from groupwise.training.checks.foreign_names import (
+from groupwise.training.foreign_keys import foreign_to_rl
+from groupwise.training.init.foreign_names import (
     ALIASES,
     DEFAULTS,
     NO_EQUIVALENT,
@@ -28,8 +29,7 @@ from groupwise.training.checks.foreign_names import (
     SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
-from groupwise.training.foreign_keys import foreign_to_rl
+from groupwise.training.init.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
 
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
