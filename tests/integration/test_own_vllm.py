@@ -387,7 +387,7 @@ def test_vllm_gets_only_gpus_of_cuda_visible_devices(monkeypatch: pytest.MonkeyP
     assert server_gpus(2, 1, None, 1, in_turn=True) == ServerGpus(("GPU-7",), 0.9)
 
 
-def test_one_for_a_mixture_of_experts_returns_its_choices(
+def test_a_server_of_a_mixture_of_experts_returns_routed_experts(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In training; nothing is learnt from an evaluation's completions."""

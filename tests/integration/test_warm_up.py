@@ -91,7 +91,7 @@ def test_an_interrupted_warm_up_continues(cut_off, tmp_path, task, with_checkpoi
     assert again.summary["run"] == "toy-2", "nothing is in its way"
 
 
-def test_another_one_that_was_cut_off_stays_as_it_is(cut_off, tmp_path, task):
+def test_an_interrupted_warm_up_of_another_config_is_left_alone(cut_off, tmp_path, task):
     done = groupwise.rl(config(tmp_path, learning_rate=0.04), task)
     assert done.summary["warm_up"]["policy"] == "toy-warm-up-2@4"
     assert Store.facts(cut_off / "run.db")["state"] != "finished"

@@ -178,7 +178,7 @@ async def notifiers(database: Postgres) -> AsyncIterator[Callable[[int], list[Po
 
 
 class TestPostgres:
-    async def test_one_rings_and_all_hear(self, database, notifiers):
+    async def test_a_notification_reaches_all_listeners(self, database, notifiers):
         ringer, first, second = notifiers(3)
         for notifier in (first, second):
             await listening(notifier)

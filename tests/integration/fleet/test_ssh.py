@@ -68,7 +68,7 @@ def machine(plain_machines: list[LoopbackHost]) -> LoopbackHost:
     return plain_machines[0]
 
 
-async def test_another_key_than_the_pinned_one_stops_everything(
+async def test_a_host_key_other_than_the_pinned_one_prevents_login(
     plain_machines: list[LoopbackHost],
 ) -> None:
     one, other = plain_machines

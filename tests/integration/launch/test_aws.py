@@ -249,7 +249,7 @@ async def test_two_clients_at_once_start_only_one_machine(
     assert len(account.living()) == 1
 
 
-async def test_of_two_machines_for_one_attempt_one_stays(
+async def test_only_one_of_two_machines_for_an_attempt_stays(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is by which AWS was made to start both."""

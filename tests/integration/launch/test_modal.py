@@ -199,7 +199,7 @@ async def test_results_of_calls_may_be_forgotten(modal: FakeModal, client: Launc
     assert [step for step, *_ in await begins(client, second)] == ["2"]
 
 
-async def test_of_calls_that_two_clients_spawned_one_stays_and_of_a_cancelled_job_none(
+async def test_only_one_of_two_spawned_calls_runs_and_none_of_a_cancelled_job(
     modal: FakeModal, client: LaunchClient
 ) -> None:
     modal.hold()

@@ -57,7 +57,7 @@ def said(notebook: Any) -> str:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_they_are_thin_and_have_no_output(file: Path) -> None:
+def test_notebooks_are_short_and_have_no_stored_output(file: Path) -> None:
     notebook = read(file)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= 20

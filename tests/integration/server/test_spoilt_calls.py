@@ -122,7 +122,7 @@ async def test_every_spoilt_call_has_its_answer(tmp_path: Path, first: int) -> N
     await http.aclose()
 
 
-async def test_of_two_that_open_at_once_one_does(tmp_path: Path) -> None:
+async def test_only_one_of_two_concurrent_opens_succeeds(tmp_path: Path) -> None:
     server = PartsServer(tmp_path)
     async with httpx2.AsyncClient(transport=server.transport, base_url=HERE) as http:
         await http.put(f"/parts/{ID}", json={"owner": "me"})

@@ -94,7 +94,7 @@ def give_the_same_in_less_memory(recomputed: dict[str, dict[str, float]]) -> Non
 
 @SOAK
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3-all-heads", "qwen2", "qwen3"])
-def test_so_it_is_with_all_families_and_two_devices_that_divide_the_work(family: str) -> None:
+def test_all_families_recompute_equally_and_on_two_devices(family: str) -> None:
     checks: list[tuple[Any, ...]] = [("recomputed", str(model_of(family, layers=3)), 1, 2)]
     if family == "gemma3":
         folder = str(model_of(family, layers=1))

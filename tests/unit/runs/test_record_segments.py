@@ -334,7 +334,7 @@ def test_damage_is_noticed_and_mended(run, how):
     assert find_damage(run.path / "run.db", thorough=True) is None
 
 
-def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypatch):
+def test_a_resume_reads_only_the_tables_it_needs_of_a_long_record(run, monkeypatch):
     monkeypatch.setattr(record_segments, "MAX_CHECKED_BYTES", 0)
     run._release()
     record = run.path / "run.db"

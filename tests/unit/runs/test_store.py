@@ -564,7 +564,7 @@ class TestRollouts:
         others = [line for line in found if "rollouts_by" in line and index not in line]
         assert all("rowid=?" in line for line in others), found
 
-    def test_of_each_rollout_only_its_own_parts_are_read(self, crowded: sqlite3.Connection) -> None:
+    def test_only_a_rollouts_own_reward_parts_are_read(self, crowded: sqlite3.Connection) -> None:
         for wanted, lead in (
             (RolloutFilter(part="right", order="newest"), None),
             (RolloutFilter(part="right", step=3), "step"),

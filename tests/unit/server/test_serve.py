@@ -225,7 +225,7 @@ def code_of(answer: httpx2.Response) -> str:
 # Answers
 
 
-async def test_one_is_answered_flat_and_several_as_groups_and_a_wait_in_vain_is_202() -> None:
+async def test_one_group_is_answered_flat_several_as_a_list_and_a_vain_wait_with_202() -> None:
     reward = {"group_id": "g-1", "rewards": [1]}
     async with client_of(app_of(FakeService())) as client:
         one = await client.post("/completions", json={"prompt": "a"})

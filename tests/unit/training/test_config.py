@@ -128,7 +128,7 @@ def test_the_resolved_config_loads_to_the_same(given: list[str]) -> None:
     assert compare_for_resume(stored, config).fixed == {}
 
 
-def test_one_completion_a_prompt_suits_only_what_compares_none() -> None:
+def test_one_completion_per_prompt_is_refused_for_algorithms_that_compare_groups() -> None:
     def alone(**algorithm: Any) -> Any:
         return load_config({**MINIMAL, "training": {"num_generations": 1}, "algorithm": algorithm})
 

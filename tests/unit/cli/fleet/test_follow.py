@@ -125,7 +125,7 @@ def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, befor
     assert said() == (f"{before}three\n", "")
 
 
-def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
+def test_the_log_of_one_attempt_is_printed_so_far(said: Said) -> None:
     fleet = Fleet(of_3=b"first log\n", of_7=b"second log\n", of_9=b"")
     for more, out in (
         ({"epoch": 3}, "first log\n"),

@@ -104,7 +104,7 @@ def test_keys_that_do_not_go_together_are_reported_also_in_a_list_of_sections(
     assert problems(text, tmp_path, model=Config) == ["c.yaml:1: spans: 3 is not below 1."]
 
 
-def test_of_many_problems_some_are_reported_and_the_others_counted(tmp_path: Path) -> None:
+def test_many_problems_are_reported_in_part_and_counted(tmp_path: Path) -> None:
     """Advice for one takes milliseconds, and a request may have a hundred thousand."""
     told = problems("title: x\n" + "".join(f"unknown_{n}: 1\n" for n in range(4000)), tmp_path)
     assert len(told) == 51

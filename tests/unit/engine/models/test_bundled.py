@@ -92,7 +92,7 @@ def test_files_of_a_killed_conversion_are_not_used(cache):
     assert (made / "model.safetensors").is_file()
 
 
-def test_of_two_makers_at_once_the_first_wins(cache):
+def test_the_first_of_two_concurrent_makers_wins(cache):
     def first(folder: Path) -> None:
         (folder / "config.json").write_text("first")
 

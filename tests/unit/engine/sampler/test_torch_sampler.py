@@ -156,7 +156,7 @@ async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler)
             assert each.logprobs == pytest.approx(wanted, abs=2e-5)
 
 
-async def test_also_where_layers_see_only_a_window(make_sampler):
+async def test_log_probabilities_are_exact_with_sliding_windows(make_sampler):
     config = MistralConfig(**{**SMALL, "vocab_size": 102, "head_dim": 16, "sliding_window": 6})
     model = made(config)
     asked = request(members=3, prompt="longer than a window")

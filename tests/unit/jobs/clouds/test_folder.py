@@ -124,7 +124,9 @@ def test_nothing_that_is_set_aside_is_overwritten(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a": b"2", **{f"{EARLIER}/{k}": v for k, v in aside.items()}}
 
 
-def test_of_checkpoints_the_folder_is_a_mirror(results: ResultsFolder) -> None:
+def test_checkpoints_in_the_results_folder_mirror_those_of_the_machine(
+    results: ResultsFolder,
+) -> None:
     come(results, checkpoints(2))
     come(results, checkpoints(2, 4))
     assert steps(results) == [2, 4]

@@ -120,7 +120,7 @@ async def test_jobs_run_to_their_ends(fleet: InProcessFleet) -> None:
     }
 
 
-async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(
+async def test_each_checkpoint_of_a_job_that_keeps_the_last_two_is_mirrored(
     fleet: InProcessFleet,
 ) -> None:
     """There are two of them for ever; they are others each time."""

@@ -77,7 +77,7 @@ def test_complete_files_are_not_downloaded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [b"c" * 25, b"longer" * 9, b""])
-def test_another_file_is_in_the_way(tmp_path: Path, other: bytes) -> None:
+def test_a_download_over_another_file_needs_force(tmp_path: Path, other: bytes) -> None:
     left = Left(a=b"a" * 25, b=b"b" * 25)
     (tmp_path / "b").write_bytes(other)
     with pytest.raises(UsageError, match=r"^b in .* another file.*--force"):

@@ -125,7 +125,7 @@ async def test_voided_it_never_begins_says_why_and_leaves_no_secret(
     assert (await runner.launch(job("print('it ran')"))).state is RunnerState.REFUSED
 
 
-async def test_of_many_that_begin_it_one_does(runner: Runner) -> None:
+async def test_only_one_of_many_engines_starts_the_attempt(runner: Runner) -> None:
     waits = await runner.launch(job("open('out', 'a').write('x'); print('it ran')"))
     engines = [begins(waits) for _ in range(8)]
     told = [engine.communicate(timeout=TIMEOUT_S)[0] for engine in engines]
@@ -189,7 +189,7 @@ async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -
     assert found.exit.reason is ExitReason.CANCELLED
 
 
-async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: Runner) -> None:
+async def test_an_attempt_whose_start_was_killed_is_lost_and_not_taken_over(runner: Runner) -> None:
     waits = await runner.launch(job("print('it ran')"))
     os.rename(f"{waits.folder}/queued.json", f"{waits.folder}/queued.json.killed")
     found = await runner.status("j", 1)

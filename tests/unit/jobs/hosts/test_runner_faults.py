@@ -229,7 +229,7 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
     assert (began, ended) == ([True] * begins, [127])
 
 
-def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
+def test_exactly_one_of_many_launches_and_voids_decides(here: Machine) -> None:
     for epoch in range(1, 4):
         order = here.order("sh", "-c", "echo started >> ../starts", epoch=epoch)
         bodies = [here.body("launch", **order), here.body("void", job="job", epoch=epoch)] * 4
@@ -255,7 +255,7 @@ def test_a_request_is_refused_while_another_holds_the_lock_of_the_job(
     assert here.status()["state"] == "absent"
 
 
-def test_of_many_epochs_at_once_the_highest_stands(here: Machine) -> None:
+def test_the_highest_of_many_concurrent_epochs_wins(here: Machine) -> None:
     orders = [here.order("sleep", "0.1", epoch=epoch) for epoch in (3, 9, 1, 7, 2)]
     calls = [here.begin(request(here.body("launch", **order))) for order in orders]
     for call in calls:

@@ -328,7 +328,7 @@ def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> 
     assert manifest(here)["files"]["outputs/x"][0] == sha(b"two")
 
 
-def test_of_very_much_that_is_refused_some_is_reported_and_how_much_more(
+def test_many_refused_files_are_reported_in_part_and_counted(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""

@@ -239,7 +239,9 @@ async def test_the_engine_gets_only_the_parts_of_a_config_that_it_needs(tmp_path
         assert code(await ask.call(5, {"verb": "load", "policy": policy})) == "invalid_request"
 
 
-async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_beyond_the_limits_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calls, "MAX_CALLS", 64)
     async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
         outcome = (await ask.call(9, DISCARD, after=8)).json()

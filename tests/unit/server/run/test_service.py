@@ -62,7 +62,7 @@ async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_pat
         assert (status.counters.rewarded, status.counters.open) == (1, 1)
 
 
-async def test_of_several_posts_all_or_none_are_accepted(tmp_path: Path) -> None:
+async def test_several_posts_are_accepted_all_or_none(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await server.start()
         group, other = await server.ask(), await server.ask()

@@ -79,7 +79,7 @@ def test_the_same_text_up_to_white_space_is_the_same_prompt():
     assert (only(buffer).count, only(buffer).mean, only(buffer).payload) == (2, 0.5, "new")
 
 
-def test_another_role_is_another_prompt():
+def test_prompts_that_differ_in_roles_have_different_keys():
     asked = [{"role": "user", "content": "hello"}]
     assert key_of(asked) != key_of([{"role": "system", "content": "hello"}])
     assert key_of(asked) != key_of("hello")

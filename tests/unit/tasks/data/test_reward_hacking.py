@@ -339,7 +339,7 @@ GROUPS = st.builds(
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(GROUPS, max_size=3), max_size=6), st.floats())
-def test_it_bears_whatever_groups_hold(course, entropy):
+def test_signals_accept_any_groups(course, entropy):
     signals = watch(start_steps=2, memory=0.5)
     for step, groups in enumerate(course):
         signals.observe(groups, step, entropy)

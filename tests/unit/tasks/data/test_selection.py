@@ -148,7 +148,7 @@ def test_replayed_groups_fill_at_most_half_of_a_step():
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 1), (0.9, 3), (1.0, 4), (0.2, 0)])
-def test_another_share(share, most):
+def test_max_share_limits_the_replayed_prompts(share, most):
     course = Course(selection(replay={**REPLAY, "max_share": share}), lambda choice: 1.0).run(3)
     assert origins(course.step(3))["replay"] == most
 

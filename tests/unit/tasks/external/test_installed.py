@@ -99,7 +99,9 @@ def test_the_name_is_that_of_the_package(requirement: str, name: str):
     assert name_of(requirement) == name
 
 
-def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixture[str]):
+def test_packages_with_other_names_are_listed_with_the_command_that_uses_them(
+    capsys: pytest.CaptureFixture[str],
+):
     """Its module is still that of the package; tasksets that come with verifiers have names of their own."""
     used = {
         "my_game": "--task-module verifiers:my-game task.environment=other",

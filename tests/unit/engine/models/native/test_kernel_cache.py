@@ -203,7 +203,7 @@ def test_two_that_begin_at_once_do_not_take_each_others_code(folder, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_of_two_processes_that_need_a_kernel_one_compiles_it(folder, monkeypatch):
+def test_only_one_of_two_processes_compiles_a_kernel(folder, monkeypatch):
     """The processes meet when both have found none."""
     processes = multiprocessing.get_context("fork")
     both, compiled = processes.Barrier(2, timeout=60), processes.SimpleQueue()

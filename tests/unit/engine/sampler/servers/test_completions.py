@@ -213,7 +213,7 @@ def test_several_completions_of_several_prompts_are_read_in_their_order():
             read_all(wrong)
 
 
-def test_another_model_than_was_asked_is_no_policy():
+def test_an_answer_by_another_model_is_refused():
     with pytest.raises(PolicyMismatchError, match="'base'"):
         read(answer() | {"model": "base"})
 

@@ -106,7 +106,7 @@ def test_after_the_deadman_an_attempt_is_over_unless_its_supervisor_is_lost() ->
         (RunnerState.QUEUED, "slurm", None, ObservedState.QUEUED),
     ],
 )
-def test_of_what_an_engine_has_begun_the_files_say_something_else(
+def test_states_of_attempts_are_read_with_their_engine_and_process(
     state: RunnerState, engine: str | None, pid: int | None, reading: ObservedState
 ) -> None:
     ear = controller._MemberMonitor("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]

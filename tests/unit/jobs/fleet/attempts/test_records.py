@@ -415,7 +415,7 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     assert row(fleet, VM, VM.vm_id == vm_id).lost_at is None
 
 
-def test_nor_is_a_job_sent_again_to_the_gpu_or_slot_that_another_attempt_has(
+def test_a_retry_avoids_gpus_and_slots_held_by_other_attempts(
     fleet: InProcessFleet,
 ) -> None:
     """The next look may see nobody on the GPU: its holder has not come to use it."""

@@ -190,7 +190,7 @@ class Hasty(WorkFolder):
         return super()._read(body)
 
 
-async def test_one_for_which_there_is_no_room_is_not_begun(
+async def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_fetched(
     database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = begin(database, host)
@@ -249,7 +249,7 @@ async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
     assert steps(database) == [10]
 
 
-async def test_of_a_gang_the_leader_has_the_checkpoint(
+async def test_only_the_leader_of_a_gang_mirrors_checkpoints(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     output = begin(database, host, rank=1)

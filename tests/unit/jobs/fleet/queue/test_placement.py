@@ -356,7 +356,7 @@ def test_machines_that_are_alike_need_not_all_be_examined(
     assert answers() == of_all
 
 
-def test_of_many_machines_that_are_alike_few_are_examined() -> None:
+def test_few_of_many_equal_machines_are_examined() -> None:
     fleet = [machine(f"m{n:04}", 8, first=10 * n) for n in range(1000)]
     fleet[500] = replace(fleet[500], labels={"rack": "1"})
     with mock.patch.object(placement, "_find_seat", wraps=placement._find_seat) as find_seat:

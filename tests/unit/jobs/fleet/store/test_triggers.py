@@ -210,7 +210,7 @@ def test_every_pair_of_attempt_states(database: Database) -> None:
             assert found == expected
 
 
-def test_one_live_attempt(database: Database) -> None:
+def test_a_job_has_at_most_one_live_attempt(database: Database) -> None:
     job(database, "j")
     first = attempt(database, "j")
     with pytest.raises(IntegrityError):
@@ -401,7 +401,7 @@ def test_a_machine_has_a_name_that_commands_can_say(database: Database) -> None:
     execute(database, "UPDATE vms SET vm_id = 'right-too', port = 23 WHERE vm_id = 'a'")
 
 
-def test_nor_is_a_name_cut_short_or_no_text(database: Database) -> None:
+def test_names_that_are_not_plain_text_are_refused(database: Database) -> None:
     only_sqlite(database)
     for name in (b"bytes", "a\0b", "\0"):
         statement = "INSERT INTO vms (vm_id) VALUES (:name)"
