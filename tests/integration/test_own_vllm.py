@@ -64,7 +64,7 @@ def settings(folder: Path, python: Path) -> dict[str, Any]:
     return found
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def recorded_calls(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told").read_text().splitlines()]
 
 
@@ -75,8 +75,8 @@ class Kills(Callback):
         self.folder = Path(folder)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if len(told(self.folder)) == 1:
-            os.kill(told(self.folder)[0]["pid"], signal.SIGKILL)
+        if len(recorded_calls(self.folder)) == 1:
+            os.kill(recorded_calls(self.folder)[0]["pid"], signal.SIGKILL)
 
 
 def test_a_run_has_a_server_and_one_that_is_killed_is_started_again(
@@ -89,7 +89,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_started_again(
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert (result.summary["state"], result.summary["steps"]) == ("finished", 3)
-    servers = told(tmp_path)
+    servers = recorded_calls(tmp_path)
     assert len(servers) == 2
     assert len({(each["uds"], each["adapters"]) for each in servers}) == 1
     assert not Path(servers[0]["uds"]).parent.exists()
@@ -144,14 +144,14 @@ def test_a_server_that_ends_at_each_first_completion_is_given_up(
 
     async def kill(path: str, _: Any) -> Response | None:
         if path == "/completions":
-            os.kill(told(tmp_path)[-1]["pid"], signal.SIGKILL)
+            os.kill(recorded_calls(tmp_path)[-1]["pid"], signal.SIGKILL)
             return refusal(500, "nobody gets this")
         return None
 
     server.interfere = kill
     with pytest.raises(UsageError, match=r"ended \(exit status -9\)"):
         groupwise.rl(settings(tmp_path, python), TOY)
-    assert len(told(tmp_path)) == 2
+    assert len(recorded_calls(tmp_path)) == 2
 
 
 def test_a_slow_start_tells_what_the_server_says(
@@ -222,7 +222,7 @@ def test_all_weights_are_trained_with_it(
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert result.summary["steps"] == 3
-    assert len(told(tmp_path)) == 2
+    assert len(recorded_calls(tmp_path)) == 2
     paths = [path for path, _ in server.asked]
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
@@ -231,7 +231,7 @@ def test_all_weights_are_trained_with_it(
     assert evaluation.rows
     assert evaluation.path is not None
     assert evaluation.path.with_suffix(".vllm.log").read_text() == "begins\n"
-    assert len(told(tmp_path)) == 3
+    assert len(recorded_calls(tmp_path)) == 3
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
 
     async def kill(path: str, _: Any) -> Response | None:
         if path == where and not killed:
-            killed.append(told(tmp_path)[0]["pid"])
+            killed.append(recorded_calls(tmp_path)[0]["pid"])
             os.kill(killed[0], signal.SIGKILL)
             return refusal(500, "nobody gets this")
         return None
@@ -269,7 +269,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
         broadcast["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(broadcast, TOY)
     assert result.summary["steps"] == 3
-    starts = told(tmp_path)
+    starts = recorded_calls(tmp_path)
     assert len(starts) == (1 if where is None else 2)
     assert starts[0]["weight_transfer_config"] == {"backend": "nccl"}
     assert not server.bodies("/collective_rpc")
@@ -290,7 +290,7 @@ def test_a_server_that_never_takes_weights_is_ended_and_reads_files(
     server.interfere = hang
     broadcast["sampler"]["weight_transfer_timeout"] = 0.5
     assert groupwise.rl(broadcast, TOY).summary["steps"] == 3
-    assert len(told(tmp_path)) == 3
+    assert len(recorded_calls(tmp_path)) == 3
     assert len(server.bodies("/update_weights")) == 2
     assert len(server.bodies("/collective_rpc")) >= 3
     assert caplog.text.count("NCCL needs vLLM 0.30") == 1
@@ -340,7 +340,7 @@ def test_a_server_on_the_learners_gpu_sleeps_while_the_run_learns(
         "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
     )
     assert groupwise.rl(settings(tmp_path, python), TOY).summary["steps"] == 3
-    (started,) = told(tmp_path)
+    (started,) = recorded_calls(tmp_path)
     assert (started["enable_sleep_mode"], started["gpu_memory_utilization"]) == (True, 0.7)
     assert started["allocator"] == "roundup_power2_divisions:[256:1,512:2]"
     paths = [path for path, _ in server.asked]
@@ -401,4 +401,7 @@ def test_a_server_of_a_mixture_of_experts_returns_routed_experts(
         given["sampler"]["routing_replay"] = True
         assert groupwise.rl(given, TOY).exit_code == 0
         groupwise.evaluate(given, TOY)
-    assert [each["enable_return_routed_experts"] for each in told(tmp_path)] == [True, False]
+    assert [each["enable_return_routed_experts"] for each in recorded_calls(tmp_path)] == [
+        True,
+        False,
+    ]

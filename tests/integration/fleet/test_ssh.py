@@ -39,7 +39,7 @@ def marker(host: ssh_hosts.Host) -> Path:
     return path
 
 
-async def told(host: SshHost) -> None:
+async def check_answers(host: SshHost) -> None:
     """It answers."""
     assert (await ask(host, "echo")).body["ok"] is True
 
@@ -89,7 +89,7 @@ async def test_a_host_key_other_than_the_pinned_one_prevents_login(
 
 async def test_a_key_that_changed_is_found_at_the_next_connection(machine: LoopbackHost) -> None:
     host = host_of(machine)
-    await told(host)
+    await check_answers(host)
     before = machine.host_key
     machine.new_host_key()
     machine.restart()
@@ -156,7 +156,7 @@ async def test_the_users_ssh_config_is_not_read(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no-agent"))
     host = host_of(machine)
-    await told(host)
+    await check_answers(host)
     await host.close()
     await refusal(host_of(machine, host_key=None))
     assert not trap.exists()
@@ -211,7 +211,7 @@ async def test_through_a_jump_host_that_shows_its_own_key(
 ) -> None:
     gate, inner = plain_machines
     host = SshHost(inner.login, jump=gate.login)
-    await told(host)
+    await check_answers(host)
     assert f"from {gate.address}" in inner.log() or "from 127.0.0.1" in inner.log()
     await host.close()
     assert str(await read_host_key(inner.address, inner.port, jump=gate.login)) == inner.host_key
@@ -290,7 +290,7 @@ async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_ca
 ) -> None:
     """The request was sent, and READY may be lost with the answer. The next call waits for READY, and is certain. On a busy machine the
     shell may have ended before the request was sent, and then the first call is certain, too."""
-    await told(way)
+    await check_answers(way)
     full.login_shell(BASH, "exit 0\n")
     mark = marker(full)
     with pytest.raises((OutcomeUnknown, HostUnreachable), match="status 0"):
@@ -299,7 +299,7 @@ async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_ca
         await quick(way, "echo", timeout=20, mark=str(mark))
     assert not mark.read_text()
     full.login_shell(BASH)
-    await told(way)
+    await check_answers(way)
 
 
 WAYS = ("partition", "half_open", "reset", "power_loss")
@@ -338,7 +338,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
 ) -> None:
     """One that is doubted is not waited for."""
     host = SshHost(full.login, timeouts=SshTimeouts(connect=2.0, keepalive=1000.0))
-    await told(host)
+    await check_answers(host)
     if doubted:
         mark = marker(full)
         call = asyncio.create_task(ask(host, "sleep", seconds=1000.0, mark=str(mark)))
@@ -355,7 +355,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
         host.note_restart()
         with pytest.raises(OutcomeUnknown, match="restarted"):
             await call
-    await told(host)
+    await check_answers(host)
     assert logins(full) == before + 1
     await host.close()
 

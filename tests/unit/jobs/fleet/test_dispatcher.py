@@ -71,7 +71,7 @@ def begun(fleet: InProcessFleet, job_id: str) -> Callable[[], bool]:
     return lambda: any(a.state == "running" for a in fleet.attempts(job_id))
 
 
-def said(fleet: InProcessFleet, kind: str) -> list[Any]:
+def event_details(fleet: InProcessFleet, kind: str) -> list[Any]:
     """Details of the events of this kind."""
     query = select(Event.detail).where(Event.kind == kind).order_by(Event.event_id)
     return fleet.database.read(lambda s: list(s.scalars(query)))
@@ -116,7 +116,7 @@ async def test_jobs_run_to_their_ends(fleet: InProcessFleet) -> None:
     assert reasons[1].startswith("user_error: exit code 2: train: error: there is no --lr")
     assert fleet.fetched.logs["bad", epoch_of(fleet, "bad")] == b"Traceback\nKeyError: 'x'\n"
     assert "Traceback" in {
-        detail["tail"].partition("\n")[0] for detail in said(fleet, "job.failed")
+        detail["tail"].partition("\n")[0] for detail in event_details(fleet, "job.failed")
     }
 
 
@@ -357,7 +357,10 @@ async def test_a_machine_that_cannot_be_reached_is_waited_for(fleet: InProcessFl
     assert len(fleet.attempts("job")) == 1
     assert fleet.attempts("job")[0].contact == "ok"
     assert fleet.attempts("job")[0].unreachable_since is None
-    assert (len(said(fleet, "attempt.unreachable")), len(said(fleet, "attempt.reachable"))) == (
+    assert (
+        len(event_details(fleet, "attempt.unreachable")),
+        len(event_details(fleet, "attempt.reachable")),
+    ) == (
         1,
         1,
     )
@@ -475,7 +478,7 @@ async def test_leftover_processes_keep_their_gpu_reserved_until_they_end(
         assert fleet.job("next").assigned_vm != fleet.job("job").assigned_vm
         host_of(fleet, "job").clean_up()
         await over(fleet)
-    assert len(said(fleet, "attempt.leaking")) == 1
+    assert len(event_details(fleet, "attempt.leaking")) == 1
 
 
 # gangs
@@ -504,7 +507,7 @@ async def test_attempts_of_a_lower_epoch_are_killed_and_foreign_work_is_left_alo
     fleet.rack.scripts["stranger"] = [LONG]
     fleet.rack["a"].perform(Request("launch", _launch("stranger", 5)))
     async with running(fleet.dispatcher()):
-        await fleet.until(lambda: bool(said(fleet, "attempt.untracked")))
+        await fleet.until(lambda: bool(event_details(fleet, "attempt.untracked")))
         fleet.database.run(
             lambda s: s.execute(update(VM).where(VM.vm_id == "a").values(draining=True))
         )
@@ -516,7 +519,7 @@ async def test_attempts_of_a_lower_epoch_are_killed_and_foreign_work_is_left_alo
         await fleet.until(lambda: ("job", 0) not in fleet.rack.running())
         assert ("job", epoch) in fleet.rack.running()
         assert ("stranger", 5) in fleet.rack.running()
-        assert len(said(fleet, "attempt.untracked")) == 1
+        assert len(event_details(fleet, "attempt.untracked")) == 1
 
 
 async def test_a_live_attempt_is_left_alone_whichever_machine_reports_it(
@@ -698,7 +701,10 @@ async def test_artefacts_that_cannot_be_fetched_are_reported_and_do_not_fail_the
         await fleet.until(lambda: fleet.fetched.collections > before + 2)
         assert fleet.job("job").status == "running"
         assert str(fault.args[-1]) in stuck(fleet)[0]
-        assert (len(said(fleet, "attempt.stuck")), said(fleet, "attempt.unreachable")) == (1, [])
+        assert (
+            len(event_details(fleet, "attempt.stuck")),
+            event_details(fleet, "attempt.unreachable"),
+        ) == (1, [])
         fleet.fetched.fault = None
         await fleet.until(lambda: not stuck(fleet))
         await over(fleet, "job")

@@ -25,14 +25,14 @@ MACHINE = {"vm_id": "here", "transport": "local"}
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def fleet(database: Database, tmp_path: Path, told: list[str]) -> Iterator[LocalFleet]:
+def fleet(database: Database, tmp_path: Path, messages: list[str]) -> Iterator[LocalFleet]:
     place = place_in(tmp_path / "fleet")
-    with LocalFleet(place, "user:ada", database=database, warn=told.append) as found:
+    with LocalFleet(place, "user:ada", database=database, warn=messages.append) as found:
         yield found
 
 
@@ -90,7 +90,7 @@ def test_threads_may_ask_at_once(fleet: LocalFleet) -> None:
 
 
 def test_a_submission_that_got_no_answer_is_sent_again_under_its_name(
-    fleet: LocalFleet, told: list[str], monkeypatch: pytest.MonkeyPatch
+    fleet: LocalFleet, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, lost = fleet.database.run, list[int]()
 

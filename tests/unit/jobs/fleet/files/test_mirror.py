@@ -146,7 +146,7 @@ async def test_a_torn_one_is_skipped(
 # --- of which somebody is told
 
 
-def told(database: Database) -> list[str]:
+def reported_reasons(database: Database) -> list[str]:
     """What the events say."""
     kind = "job.checkpoint_not_mirrored"
     said = database.run(lambda s: list(s.scalars(select(Event.detail).where(Event.kind == kind))))
@@ -168,14 +168,14 @@ async def test_a_checkpoint_that_is_too_large_is_reported_until_another_comes(
         host.checkpoint(f"outputs/c-{step}", step, config=b"small", weights=b"w" * 100)
         await mirror.mirror(output)
         assert (steps(database), host.read_bytes()) == ([], 0)
-    (why,) = told(database)
+    (why,) = reported_reasons(database)
     assert why.startswith("outputs/c-10 is not mirrored: outputs/c-10/weights: ")
     assert "100 bytes; at most 50" in why
     (alarm,) = alarms(database)
     assert "outputs/c-20" in alarm
     host.checkpoint("outputs/c-30", 30, weights=b"w" * 10)
     await mirror.mirror(output)
-    assert (steps(database), alarms(database), len(told(database))) == ([30], [], 1)
+    assert (steps(database), alarms(database), len(reported_reasons(database))) == ([30], [], 1)
 
 
 class Hasty(WorkFolder):
@@ -202,7 +202,7 @@ async def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_fetched(
         await CheckpointMirror(store, Gateway(database)).mirror(output)
         assert steps(database) == come
         assert bool(host.read_bytes()) == bool(come)
-    assert "5% of the control machine's disk" in told(database)[0]
+    assert "5% of the control machine's disk" in reported_reasons(database)[0]
 
 
 async def test_checkpoints_that_vanish_before_they_are_fetched_are_reported(
@@ -215,9 +215,9 @@ async def test_checkpoints_that_vanish_before_they_are_fetched_are_reported(
         host.hasty = step != 30
         host.checkpoint(f"outputs/c-{step}", step, weights=b"w")
         await mirror.mirror(output)
-        assert len(told(database)) == int(step >= 60)
+        assert len(reported_reasons(database)) == int(step >= 60)
     assert steps(database) == [30]
-    assert "c-60 is not mirrored: it" in told(database)[0]
+    assert "c-60 is not mirrored: it" in reported_reasons(database)[0]
     host.hasty = False
     host.checkpoint("outputs/c-90", 90, weights=b"w")
     await mirror.mirror(output)

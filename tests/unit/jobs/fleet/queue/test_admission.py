@@ -289,7 +289,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PORTION", 3)
 
 
-def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def stored_rows(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """All that the database says of them but who and when they are."""
     whenever = {"job_id", "idempotency_key", "request_hash", "created_at", "end_time", "rank"}
     found: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ def test_an_array_creates_the_same_jobs_as_single_submissions(database: Database
     places: list[list[float]] = []
     for submit_them in submit_each:
         together = submit_them()
-        found.append(told(database, together))
+        found.append(stored_rows(database, together))
         ranks_now = ranks(database)
         known = [ranks_now[job.job_id] for job in together if ranks_now[job.job_id]]
         places.append([rank - known[0] for rank in known])
