@@ -144,7 +144,7 @@ async def test_one_name_is_one_job_and_runs_once(spec: BackendSpec, client: Laun
         await each.close()
 
 
-SUBMITS = """\
+SUBMITTING_PROGRAM = """\
 import asyncio, json, sys
 from pathlib import Path
 from groupwise.jobs.clouds.backend import Order
@@ -174,7 +174,7 @@ async def test_a_job_survives_the_death_of_its_submitter(
     def another_submits_and_dies() -> None:
         told = (json.dumps(asdict(spec)), json.dumps(asked.document()), str(client.store.root))
         with subprocess.Popen(
-            [sys.executable, "-c", SUBMITS, *told],
+            [sys.executable, "-c", SUBMITTING_PROGRAM, *told],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

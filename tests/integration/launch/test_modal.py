@@ -28,7 +28,7 @@ __all__ = ["name"]
 pytestmark = pytest.mark.launch
 LaunchClient: TypeAlias = OfAnyPlace[ModalBackend]
 SOAK = pytest.mark.soak(suite="launch")
-TELLS = """\
+REPORT_PROGRAM = """\
 import hashlib, os, sys
 print(sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 os.mkdir("outputs")
@@ -325,7 +325,7 @@ def typing(modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> None:
     """All but Modal itself is what a person has who types it."""
     (person.project / "keys.env").write_text(f"TOKEN={CANARY}\n")
-    (person.project / "job.py").write_text(TELLS)
+    (person.project / "job.py").write_text(REPORT_PROGRAM)
     dear = ("--gpu-model", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
     assert "$7.90 an hour" in person.types("modal", *dear, code=2).err
     assert (

@@ -130,7 +130,7 @@ def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
 # --- looking
 
 
-LOOKS = (
+READING_COMMANDS = (
     *(
         "list", "list --status held,cancelled --label is=held", "list --kind COMMAND --project default --limit 2",
         "list --name nobody", "show {done}", "show {waits}", "show {held}", "show {cancelled}", "vm list", "vm show vm-1",
@@ -141,7 +141,7 @@ LOOKS = (
 
 
 def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:
-    for words in LOOKS:
+    for words in READING_COMMANDS:
         for json_too in ((), ("--json",)):
             code, out, err = ways.both(*words.format(**jobs).split(), *json_too)
             assert code == 0, err

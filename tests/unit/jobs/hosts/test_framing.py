@@ -23,11 +23,11 @@ from groupwise.jobs.hosts.port import (
     RunnerResponse,
 )
 
-ASKED = Request("log", most_body=4000, most_payload=200)
+LOG_REQUEST = Request("log", most_body=4000, most_payload=200)
 
 
 def read(data: bytes) -> RunnerResponse:
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     assert reader.feed(data)
     assert reader.answer is not None
     return reader.answer
@@ -47,7 +47,7 @@ def test_an_answer_is_read_whatever_stands_before_it_and_however_it_is_cut(
     noise: bytes, body: dict[str, str], payload: bytes, cuts: list[int]
 ) -> None:
     data = noise + answer_bytes(body, payload)
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     whole = False
     for size in cuts:
         if not whole:
@@ -121,7 +121,7 @@ def test_nul_and_lone_surrogates_are_replaced_in_answers() -> None:
 def ended(
     status: int | None, complaints: str, output: bytes = b"", *, is_sent: bool = True
 ) -> HostError:
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     reader.feed(output)
     return incomplete_answer_error(reader, status, complaints, is_sent=is_sent)
 

@@ -16,8 +16,8 @@ from tests.fake_cluster_head import Head
 
 NAME = "j.1-0123abcd"
 WORD = "ray:head:8265"
-ASKED = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
-LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler(WORD, (ASKED,)))
+RAY_OPTIONS = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler(WORD, (RAY_OPTIONS,)))
 USAGE = {"CPU": [3.0, 4.0], "GPU": [0.5, 2.0]}
 CLUSTER = {"data": {"clusterStatus": {"loadMetricsReport": {"usage": USAGE}}}}
 
@@ -26,7 +26,7 @@ class RaysHead(Head):
     """The machine of Ray's head, with the jobs that Ray has."""
 
     def __init__(self, *jobs: dict[str, Any], **state: Any) -> None:
-        asked = {"engine": WORD, "engine_options": [ASKED]}
+        asked = {"engine": WORD, "engine_options": [RAY_OPTIONS]}
         super().__init__(**{**asked, "folder": "/srv/it's/j.1", "age": 9999.0, **state})
         self.jobs = {each.pop("name", NAME): each for each in jobs}
         self.answers: dict[str, tuple[int, str]] = {}
@@ -207,7 +207,7 @@ def tended(head: RaysHead) -> RayRunner:
     return RayRunner(head, root="root", address="http://another:8265", caller_watches=True)
 
 
-TENDED = replace(LAUNCH, engine=Scheduler("ray", (ASKED,)))
+TENDED = replace(LAUNCH, engine=Scheduler("ray", (RAY_OPTIONS,)))
 
 
 async def test_tended_it_waits_while_its_head_is_away() -> None:
