@@ -731,7 +731,7 @@ def kernels_with_products_are_those_of_torch(
 
 
 def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
-    """The same tokens, at any temperature; logits that are no numbers show in the log-probability."""
+    """The same tokens, at any temperature; logits that are not numbers show in the log-probability."""
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)

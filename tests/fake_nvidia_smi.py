@@ -27,7 +27,7 @@ import sys
 import time
 
 PLACEHOLDERS = {"n/a": "[N/A]", "err": "ERR!"}
-KEPT = ("index", "uuid", "name", "memory.total")
+ALWAYS_PRESENT = ("index", "uuid", "name", "memory.total")
 """Cells that a GPU without values still has."""
 
 
@@ -42,7 +42,7 @@ def state():
 def cell(gpu, index, field, mode):
     if field in gpu.get("cells", {}):
         return gpu["cells"][field]
-    if mode in PLACEHOLDERS and field not in KEPT:
+    if mode in PLACEHOLDERS and field not in ALWAYS_PRESENT:
         return PLACEHOLDERS[mode]
     migs = gpu.get("mig")
     values = {

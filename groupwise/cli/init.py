@@ -81,8 +81,8 @@ def init(
     from groupwise.core.errors import UsageError
 
     collect_seldom()
-    from groupwise.training.checks.init import init as run
-    from groupwise.training.checks.init_from import init_from
+    from groupwise.training.init.init import init as run
+    from groupwise.training.init.init_from import init_from
 
     on_finding = None if as_json else findings.show_finding
     if foreign is not None:

@@ -20,7 +20,7 @@ SET_BY_TORCHRUN = frozenset(
 
 
 def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a program that a rank starts and that is no rank itself: one that also uses torch would wait for the others."""
+    """The environment for a program that a rank starts but that is not a rank: one that also uses torch would wait for the others."""
     return {
         name: value
         for name, value in environment.items()

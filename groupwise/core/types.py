@@ -18,6 +18,9 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
+TINY = "tiny"
+"""Name of the built-in model: a few thousand random parameters over single characters. It shows whether a task or a client works."""
+
 Message = dict[str, Any]
 """One chat message, `{"role": "user", "content": "..."}`."""
 

@@ -312,7 +312,7 @@ class TrainingConfig(UserModel):
     def _refuse_mask(cls, value: Any) -> Any:
         if _is_mask(value):
             raise ValueError(
-                "asterisks are no credential: they stand in its place where a config is shown or dumped. Give the credential itself, or "
+                "asterisks are not a credential: they stand in its place where a config is shown or dumped. Give the credential itself, or "
                 "leave it out; config.changed(…) makes a config that keeps it"
             )
         return value

@@ -233,7 +233,9 @@ def flat(values: Mapping[Any, Any], parent: KeyPath = ()) -> list[tuple[str, Any
     pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
         if not isinstance(key, str):
-            raise ConfigError(f"overrides: {key!r} is no key; give a text such as 'training.seed'.")
+            raise ConfigError(
+                f"overrides: {key!r} is not a key; give a text such as 'training.seed'."
+            )
         path = (*parent, key)
         if isinstance(value, Mapping) and value:
             pairs += flat(cast("Mapping[str, Any]", value), path)

@@ -145,7 +145,7 @@ async def complete(
 
         async def answer(index: int) -> str:
             example, ids = prompt_set.at(index)
-            ask = RolloutRequest(
+            request = RolloutRequest(
                 draw=index,
                 example=example,
                 prompt_ids=ids,
@@ -153,7 +153,7 @@ async def complete(
                 seed=partial(evaluation_seed, seed, index),
                 params=replace(params, stop_token_ids=stops),
             )
-            group = await rollouts.sample(parts.sampler, ask)
+            group = await rollouts.sample(parts.sampler, request)
             return group.rollouts[0].completion
 
         return await gather_all(answer(index) for index in range(len(prompts)))

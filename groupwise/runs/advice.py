@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.core.errors import StoreError
+from groupwise.core.types import TINY
 from groupwise.runs.find import mean_of
 from groupwise.runs.folder import is_served, read_config
 from groupwise.runs.store import Store
@@ -29,17 +30,15 @@ MAX_WITHOUT_SIGNAL = 0.7
 MIN_DISTINCT = 0.5
 """Share of distinct completions below which the members of a group count as alike."""
 MAX_SOLVED = 0.9
-"""Share of solved completions above which equal rewards and sure answers are no fault: the policy has learnt what there is."""
+"""Share of solved completions above which equal rewards and sure answers are not a fault: the policy has learnt what there is."""
 FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
-TOY = "tiny"
-"""The model of random weights that shows whether a task runs."""
-OF_A_TOY = (WITHOUT_SIGNAL, SOLVED)
-DO_WITH_A_TOY = (
+OF_TINY = (WITHOUT_SIGNAL, SOLVED)
+DO_WITH_TINY = (
     "That is expected of model.name=tiny, a toy with random weights: it shows that the task runs. For a config of a model that can "
     "learn: groupwise init -t TASK -m smollm2-135m-instruct."
 )
-"""What to do about the metrics of OF_A_TOY in a run of that model. It is said once."""
-DO_WITH_A_TOY_AS_CLIENT = (
+"""What to do about the metrics of OF_TINY in a run of that model. It is said once."""
+DO_WITH_TINY_AS_CLIENT = (
     "That is expected of the model tiny, a toy with random weights: it shows that the client works. One that can learn: start with "
     "model_id: smollm2-135m-instruct."
 )
@@ -181,8 +180,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         means["rollouts/unscored"] = sum(unscored_shares) / total
     learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
     meta = store.get_meta()
-    is_toy, served = meta.get("model") == TOY, is_served(meta)
-    toy_remedy = DO_WITH_A_TOY_AS_CLIENT if served else DO_WITH_A_TOY
+    is_tiny, served = meta.get("model") == TINY, is_served(meta)
+    tiny_remedy = DO_WITH_TINY_AS_CLIENT if served else DO_WITH_TINY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
@@ -196,8 +195,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
                 continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
             do = rule.do_as_client if served and rule.do_as_client else rule.do
-            if is_toy and rule.metric in OF_A_TOY and rule.problem:
-                do = toy_remedy
+            if is_tiny and rule.metric in OF_TINY and rule.problem:
+                do = tiny_remedy
                 if any(given["do"] == do for given in advice):
                     continue
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}

@@ -128,7 +128,7 @@ def drop_record_segments_after(run: Path, step: int) -> None:
 
 
 def merge_kept_record_segments(run: Path) -> None:
-    """Merge kept segments if there are enough. If the disk fails, they stay unmerged, which is no loss."""
+    """Merge kept segments if there are enough. If the disk fails, they stay unmerged, which does no harm."""
     kept_segments = _kept_segments(run)
     merged = [segment for segment in kept_segments if segment.merged]
     single = [segment for segment in kept_segments if not segment.merged]

@@ -46,7 +46,14 @@ from groupwise.algorithms.sft import Sft
 from groupwise.core.settings.comparison import Differences, compare
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
-from groupwise.core.settings.schema import Conflict, SectionByType, Strict, refuse, setting
+from groupwise.core.settings.schema import (
+    Conflict,
+    ForeignKey,
+    SectionByType,
+    Strict,
+    refuse,
+    setting,
+)
 from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
@@ -433,7 +440,7 @@ class RunConfig(Strict):
     )
 
     @classmethod
-    def foreign_keys(cls) -> Mapping[str, str]:
+    def foreign_keys(cls) -> Mapping[str, ForeignKey]:
         return foreign_to_rl()
 
     def conflicts(self) -> Iterator[Conflict]:

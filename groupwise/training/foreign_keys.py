@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from groupwise.core.settings.schema import ForeignKey
+
 FOREIGN_VALUES: dict[tuple[str, str], str] = {
     ("max_steps", "-1"): "Where epochs say how long, write null, and training.num_train_epochs",
     ("scale_rewards", "True"): "TRL's true is group here",
@@ -30,33 +32,39 @@ _ONLY_IN_RL = (
 )
 """Texts in an advice that refer to things which a supervised run does not have."""
 _KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold", "eval_on_start")
-_USE_RL = (
-    "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing"
+_USE_RL = ForeignKey(
+    "other_command",
+    "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing",
 )
 
 
 @cache
-def _tables() -> tuple[dict[str, str], dict[str, str]]:
+def _tables() -> tuple[dict[str, ForeignKey], dict[str, ForeignKey]]:
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     rl, sft = (
-        {key: advice for advice, keys in table.items() for key in keys}
-        for table in tomllib.loads(text).values()
+        {
+            key: ForeignKey(kind, advice)
+            for kind, table in tables.items()
+            for advice, keys in table.items()
+            for key in keys
+        }
+        for tables in tomllib.loads(text).values()
     )
     return rl, sft
 
 
-def foreign_to_rl() -> Mapping[str, str]:
+def foreign_to_rl() -> Mapping[str, ForeignKey]:
     """Advice on foreign keys in a config of `groupwise rl`."""
     return _tables()[0]
 
 
 @cache
-def foreign_to_sft() -> Mapping[str, str]:
+def foreign_to_sft() -> Mapping[str, ForeignKey]:
     """Advice on foreign keys in a config of `groupwise sft`: that for RL as far as it applies, and its own."""
     rl, sft = _tables()
     common = {
-        name: _USE_RL if any(part in advice for part in _ONLY_IN_RL) else advice
-        for name, advice in rl.items()
-        if "`groupwise sft`" not in advice and name not in _KEYS_OF_SFT
+        name: _USE_RL if any(part in foreign.advice for part in _ONLY_IN_RL) else foreign
+        for name, foreign in rl.items()
+        if foreign.kind != "other_command" and name not in _KEYS_OF_SFT
     }
     return {**common, **sft}

@@ -19,7 +19,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import override
-from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.core.settings.schema import Conflict, ForeignKey, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.wording import key_rows, section_tables
@@ -61,7 +61,7 @@ def parse_condition(condition: str) -> list[tuple[str, str, float]]:
     matches = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
     if not all(matches):
         raise ValueError(
-            f"{condition!r} is no condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
+            f"{condition!r} is not a condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
             "'groups/with_signal >= 0.6'; several are joined by ' and '."
         )
     return [(match[1], match[2], float(match[3])) for match in matches if match]
@@ -242,7 +242,7 @@ class SftConfig(Strict):
     )
 
     @classmethod
-    def foreign_keys(cls) -> Mapping[str, str]:
+    def foreign_keys(cls) -> Mapping[str, ForeignKey]:
         return foreign_to_sft()
 
     def conflicts(self) -> Iterator[Conflict]:

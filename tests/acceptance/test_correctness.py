@@ -68,7 +68,7 @@ def test_the_named_in_an_item_exist(row: Row) -> None:
         assert name in named_in(file), f"{test} is not there; {file} has {sorted(named_in(file))}"
 
 
-def test_what_is_tried_by_mutation_is_marked() -> None:
+def test_items_with_mutations_are_marked_and_name_their_tests() -> None:
     tried: dict[str, set[str]] = {}
     for mutation in MUTATIONS:
         item, _, mistake = mutation.mistake.partition(": ")

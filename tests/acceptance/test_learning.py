@@ -227,7 +227,7 @@ def test_an_honest_reward_that_is_learnt_raises_nothing(learnt):
 
 
 @SOAK
-def test_a_reward_that_pays_for_length_is_told(model, caplog):
+def test_a_reward_that_pays_for_length_is_reported(model, caplog):
     stops = {"max_completion_length": 12, "stop": list("abcd")}
     found = trained(model, (eloquent,), steps=40, sampler=stops, num_generations=8)
     assert found.curves["signals/length_growth"][-1] > 1.5
@@ -241,7 +241,7 @@ def test_a_reward_that_pays_for_length_is_told(model, caplog):
 
 
 @SOAK
-def test_a_reward_that_pays_for_saying_it_again_is_told(model):
+def test_a_reward_that_pays_for_saying_it_again_is_reported(model):
     longer = {"max_completion_length": 8}
     found = trained(model, (cheerful,), steps=40, sampler=longer, num_generations=8)
     assert found.curves["signals/repetition"][-1] > 0.5
@@ -249,7 +249,7 @@ def test_a_reward_that_pays_for_saying_it_again_is_told(model):
     assert found.curves["rewards/cheerful/mean"][-1] > 1.5, "and nothing was stopped"
 
 
-def test_a_heavy_part_that_eats_a_light_one_is_told(learnt):
+def test_a_heavy_part_that_eats_a_light_one_is_reported(learnt):
     """From a model that knows the answers; the light part is 0.2 of the reward at most, and lost for it."""
     knows = learnt("dr_grpo").folder / "final"
     rewards = ((correct, 0.2), (digits, 2.0))

@@ -362,7 +362,7 @@ def test_a_reward_that_misbehaves_costs_its_rollouts_and_nothing_else(groupwise)
     assert "inf" in reasons["inf"]
     assert "0.5" in reasons["hangs"]
     assert metrics["rollouts/scored"] == 2
-    assert metrics["reward"] == 1.5, "failures are no low rewards"
+    assert metrics["reward"] == 1.5, "failures do not count as low rewards"
 
 
 def test_rewards_that_always_fail_stop_the_run_with_a_summary(groupwise):

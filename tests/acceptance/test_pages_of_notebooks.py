@@ -29,7 +29,7 @@ def squeezed(text: str) -> str:
     return "".join(text.replace("¶", "").split())
 
 
-def told(html: str) -> str:
+def visible_text(html: str) -> str:
     return squeezed(BeautifulSoup(html, "html.parser").get_text())
 
 
@@ -49,7 +49,9 @@ def texts(soup: BeautifulSoup, tag: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_has_the_cells_of_its_notebook(page: Path) -> None:
     expected = [
-        told(markdown2html(cell.source)) if cell.cell_type == "markdown" else squeezed(cell.source)
+        visible_text(markdown2html(cell.source))
+        if cell.cell_type == "markdown"
+        else squeezed(cell.source)
         for cell in read(page.stem).cells
     ]
     soup = BeautifulSoup(page.read_text(), "html.parser")

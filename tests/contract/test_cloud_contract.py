@@ -57,7 +57,7 @@ EVERYWHERE = {"gang", "ssh", "slurm", "ray", "aws", "modal"}
 ALSO_AT: dict[str, set[str]] = {
     "test_all_that_was_asked_arrives_exactly": EVERYWHERE, "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
     "test_cancelled_it_has_time_to_save": EVERYWHERE, "test_a_crashed_job_resumes_from_its_newest_checkpoint": EVERYWHERE,
-    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE, "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
+    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE, "test_a_job_survives_the_death_of_its_submitter": {"ssh", "modal"},
     "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"}, "test_removed_its_name_is_free": {"aws"},
 }  # fmt: skip
 """Where else a test runs always; at all other places it is one of the suite `launch` of the long tests."""
@@ -144,7 +144,7 @@ async def test_one_name_is_one_job_and_runs_once(spec: BackendSpec, client: Laun
         await each.close()
 
 
-SUBMITS = """\
+SUBMITTING_PROGRAM = """\
 import asyncio, json, sys
 from pathlib import Path
 from groupwise.jobs.clouds.backend import Order
@@ -165,14 +165,16 @@ open('outputs/x', 'w').write('made')
 """
 
 
-async def test_whoever_submitted_may_be_gone(spec: BackendSpec, client: LaunchClient) -> None:
+async def test_a_job_survives_the_death_of_its_submitter(
+    spec: BackendSpec, client: LaunchClient
+) -> None:
     go = client.folder / "go"
     asked = client.order(MAKES_WHEN_TOLD, str(go))
 
     def another_submits_and_dies() -> None:
         told = (json.dumps(asdict(spec)), json.dumps(asked.document()), str(client.store.root))
         with subprocess.Popen(
-            [sys.executable, "-c", SUBMITS, *told],
+            [sys.executable, "-c", SUBMITTING_PROGRAM, *told],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -204,7 +206,7 @@ FAILURES = {
 }
 
 
-async def test_a_failure_is_told_with_its_kind(client: LaunchClient) -> None:
+async def test_a_failure_is_reported_with_its_kind(client: LaunchClient) -> None:
     handles = [await client.submit(each, name=f"fails-{n}") for n, each in enumerate(FAILURES)]
     for handle, (failure, code, reason) in zip(handles, FAILURES.values(), strict=True):
         end = await client.ending(handle)

@@ -176,7 +176,7 @@ async def test_invalid_sample_requests_raise_and_change_nothing(host: Host):
 
 @HERE
 @pytest.mark.parametrize("steps", [0, 1])
-async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, steps: int):
+async def test_a_successor_starts_again_before_the_first_checkpoint(host: Host, steps: int):
     engine = await host.make()
     first = await engine.open(host.order())
     plans = [await plan(engine, step) for step in range(steps)]
@@ -275,7 +275,7 @@ async def test_a_new_run(host: Host):
     losing.cancel()
 
 
-async def test_requests_are_read_as_they_grow_and_one_that_is_cancelled_disturbs_nobody(host: Host):
+async def test_results_are_read_as_they_grow_and_a_cancelled_request_disturbs_no_other(host: Host):
     engine = await host.make()
     await engine.open(host.order())
     order = GroupSampleRequest(7, "sort these", sampling=Sampling(seed=1))

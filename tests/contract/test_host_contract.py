@@ -138,7 +138,7 @@ async def test_heartbeats_extend_the_time_limit_of_a_call(connected: Host) -> No
     [(0, TIMEOUT_S, 2.5), (100, 3.0, 2.5), (100, None, 2.0)],
     ids=["is silent", "never comes to an end", "should not take long"],
 )
-async def test_nobody_is_waited_for_who(
+async def test_a_request_without_an_answer_in_time_has_an_unknown_outcome(
     connected: Host, signs: int, longest: float | None, timeout: float
 ) -> None:
     asked = request("sleep", seconds=0 if signs else 20, signs=signs, every=0.25)

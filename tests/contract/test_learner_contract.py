@@ -152,7 +152,7 @@ async def test_sampler_and_learner_agree(pair, temperature):
     assert flat(await pair.learner.logprobs(rows)) == pytest.approx(sampled, abs=2e-5, rel=5e-6)
 
 
-async def test_they_agree_where_the_end_could_not_be_drawn(pair):
+async def test_learner_and_sampler_agree_under_min_tokens(pair):
     pair.disturb()
     rows = await sampled_rows(pair, min_tokens=4)
     sampled = [value for row in rows for value in row.sampling_logprobs]

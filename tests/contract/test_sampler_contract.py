@@ -106,7 +106,7 @@ async def test_weights_swapped_behind_its_back_are_refused(pair):
         await pair.sampler.load(policy)
 
 
-async def test_cancelling_disturbs_nobody(pair):
+async def test_cancelling_a_request_does_not_disturb_others(pair):
     await ready(pair)
     asked = request(pair, draw=1, members=6)
     alone = await pair.sampler.generate(asked)

@@ -138,7 +138,7 @@ def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, A
 
 
 def test_other_programs_get_the_memory_of_a_freed_cache(tmp_path):
-    """And what learning left beside it is no reason to take more."""
+    """And what learning left beside it must not make it take more."""
     weights = device_checks.served("llama", GPU, torch.bfloat16, adapter=True)
     layout = DecodeLayout(slots=256, key_length=4096)
     sampler = TorchSampler(weights, tiny_tokenizer(), layout, frees_cache=True)

@@ -28,19 +28,19 @@ pytestmark = [
 ]
 
 
-def told(folder: Path, *words: str) -> dict[str, Any]:
+def run_rl(folder: Path, *words: str) -> dict[str, Any]:
     return unsloth.told(Path(sys.executable), folder, "rl", *WORDS, *words)
 
 
 @pytest.mark.parametrize("bits", [(), ("model.load_in_4bit=true",), ("model.load_in_8bit=true",)], ids=str)  # fmt: skip
 def test_it_learns_from_what_it_draws(tmp_path: Path, bits: tuple[str, ...]) -> None:
     """Log-probabilities of sampler and learner agree as far as bfloat16 does, and a gradient comes of them."""
-    told(tmp_path, "model.backend=unsloth", "training.max_steps=3", "run.name=live", *bits)
+    run_rl(tmp_path, "model.backend=unsloth", "training.max_steps=3", "run.name=live", *bits)
     run = tmp_path / "runs/live"
     assert max(step_values(run, "grad_norm")) > 0
     assert max(step_values(run, "sampling/logprob_gap")) < 0.1
 
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:
-    result = told(tmp_path, "model.backend=unsloth", "run.name=quick")
+    result = run_rl(tmp_path, "model.backend=unsloth", "run.name=quick")
     assert result["reward_last"] > result["reward_first"]

@@ -131,7 +131,7 @@ def test_an_endpoint_teaches(
 @pytest.mark.parametrize(
     ("weights", "algorithm"), [("current", SAMPLED), ("start", SAMPLED), ("ema", FULL)]
 )
-def test_the_policy_teaches_itself_and_goes_on_after_a_resume(
+def test_the_policy_teaches_itself_and_continues_after_a_resume(
     tmp_path: Path, algorithm: Any, weights: str
 ) -> None:
     sections = algorithm, {"type": "self", "weights": weights, "prompt": PROMPT}

@@ -49,7 +49,7 @@ for module in modules:
 
 MODULES = {
     "train": "groupwise.training.assembly.workers groupwise.training.assembly.services groupwise.training.loops.rl_start "
-    "groupwise.training.loops.sft_start groupwise.training.evaluation.evaluate groupwise.training.checks.init",
+    "groupwise.training.loops.sft_start groupwise.training.evaluation.evaluate groupwise.training.init.init",
     "web": "groupwise.dashboard.serve groupwise.dashboard.app",
     "server": "groupwise.server.serve groupwise.server.openai.service",
     "fleet": "groupwise.jobs.fleet.up groupwise.jobs.fleet.api.app groupwise.jobs.fleet.local groupwise.jobs.fleet.doctor",

@@ -191,7 +191,7 @@ def numbers_held(hosted: WorkerState) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param(ALL, marks=SOAK)])
-def test_a_run_goes_on_with_another_number(alone, tmp_path, loaded, more):  # noqa: F811
+def test_a_run_continues_with_another_number(alone, tmp_path, loaded, more):  # noqa: F811
     groupwise.rl({**divided(tmp_path, max_steps=2), **more}, TOY)
     groupwise.rl({**divided(tmp_path, 1, max_steps=4), **more}, TOY, resume_from="toy@2")
     groupwise.rl({**divided(tmp_path), **more}, TOY, resume_from="toy@4")

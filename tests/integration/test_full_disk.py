@@ -35,7 +35,7 @@ def one_thread():
         ),
     ],
 )
-def test_the_checkpoint_stands_and_the_run_goes_on(
+def test_the_checkpoint_stands_and_the_run_continues(
     whole_toy, tmp_path, monkeypatch, point, time, leave, told
 ):
     with small_disk(tmp_path / "disk", "6m") as disk:

@@ -166,7 +166,7 @@ def trained_on(rows: list[dict[str, Any]], place: Path) -> int:
     return groupwise.sft(config, Task()).summary["steps"]
 
 
-def test_a_second_call_asks_nothing_and_scores_anew(
+def test_a_second_call_asks_nothing_and_scores_again(
     echo: Service, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

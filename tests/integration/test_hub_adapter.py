@@ -39,7 +39,7 @@ def settings(tmp_path: Path, revision: str | None) -> dict[str, object]:
     return {**config(tmp_path / "runs"), "model": model}
 
 
-def test_a_resume_goes_on_with_the_same_commit_only(tmp_path, cache):
+def test_a_resume_continues_with_the_same_commit_only(tmp_path, cache):
     folder = groupwise.rl(
         settings(tmp_path, "main"), TOY, overrides=["training.max_steps=2"]
     ).folder

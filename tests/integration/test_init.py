@@ -13,10 +13,11 @@ from groupwise.cli.main import main
 from groupwise.core.errors import UsageError
 from groupwise.runs.store import Store
 from groupwise.training.assembly import start
-from groupwise.training.checks import doctor_cost, init_choices
-from groupwise.training.checks import init as module
-from groupwise.training.checks.init import init
+from groupwise.training.checks import doctor_cost
 from groupwise.training.config import load_config, resolved_values
+from groupwise.training.init import choices
+from groupwise.training.init import init as module
+from groupwise.training.init.init import init
 from groupwise.training.sft_config import load_sft_config
 from tests.integration.toy_run import TOY
 
@@ -87,14 +88,14 @@ def test_the_written_config_passes_a_dry_run_and_trains(task):
 
 def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     """The length of one pass over the examples, and the memory planned for the step that was measured."""
-    monkeypatch.setattr(init_choices, "MAX_STEP_SECONDS", 1e-9)
+    monkeypatch.setattr(choices, "MAX_STEP_SECONDS", 1e-9)
     report = init(TOY, "tiny", overrides=["run.threads=1"], out=Path("s.yaml"))
-    choices = {finding.name: finding for finding in report.findings}
+    findings = {finding.name: finding for finding in report.findings}
     size = report.details["config"]["training"]["prompts_per_step"]
     examples = groupwise.rl("s.yaml", TOY, dry_run=True).summary["plan"]["examples"]
-    assert size == init_choices.MIN_PROMPTS < min(examples, 8)
-    assert f"takes {-(-examples // size)} step" in choices["training.max_steps"].meaning
-    assert "larger step" in choices["peak memory"].measured
+    assert size == choices.MIN_PROMPTS < min(examples, 8)
+    assert f"takes {-(-examples // size)} step" in findings["training.max_steps"].meaning
+    assert "larger step" in findings["peak memory"].measured
 
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):

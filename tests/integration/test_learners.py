@@ -106,7 +106,7 @@ def test_two_learners_learn_what_one_process_does(alone, undisturbed):
     assert_close(alone, undisturbed)
 
 
-def test_a_run_goes_on_with_another_number(alone, tmp_path, loaded):
+def test_a_run_continues_with_another_number(alone, tmp_path, loaded):
     groupwise.rl(scaled(tmp_path, 2, max_steps=2), TOY)
     one = groupwise.rl(scaled(tmp_path, 1, max_steps=4), TOY, resume_from="toy@2")
     two = groupwise.rl(scaled(tmp_path, 2), TOY, resume_from="toy@4")

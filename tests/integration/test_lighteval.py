@@ -28,14 +28,14 @@ from tests.fake_openai_server import Service, listening, scripted, serve
 
 COMMIT = "a" * 40
 SUM = r"What is (\d+) plus"
-ASKED = [{"problem": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(4)]
+PROBLEMS = [{"problem": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(4)]
 DATA: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
     "HuggingFaceH4/MATH-500": (
         *("default", "test"),
-        [{**row, "solution": f"\\boxed{{{row['answer']}}}"} for row in ASKED],
+        [{**row, "solution": f"\\boxed{{{row['answer']}}}"} for row in PROBLEMS],
     ),
-    "HuggingFaceH4/aime_2024": ("default", "train", ASKED),
-    "yentinglin/aime_2025": ("default", "train", ASKED),
+    "HuggingFaceH4/aime_2024": ("default", "train", PROBLEMS),
+    "yentinglin/aime_2025": ("default", "train", PROBLEMS),
     "Idavidrein/gpqa": (
         *("gpqa_diamond", "train"),
         [
@@ -44,7 +44,7 @@ DATA: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
                 "Correct Answer": row["answer"],
                 **{f"Incorrect Answer {n}": f"-{n}" for n in (1, 2, 3)},
             }
-            for row in ASKED
+            for row in PROBLEMS
         ],
     ),
 }

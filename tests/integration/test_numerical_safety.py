@@ -63,7 +63,7 @@ def test_an_update_is_left_out_without_a_trace_in_the_weights(tmp_path, spoil, w
     assert {row.completion_ids for row in rows} <= sampled
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path, spoil):
+def test_a_resumed_run_continues_counting(tmp_path, spoil):
     """Too many in a row stop the run; from its checkpoint, one step into the streak, it stops where it stopped before."""
     spoil("loss", {1, 2, 3})
     for resume in (False, True):

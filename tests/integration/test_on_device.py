@@ -102,7 +102,9 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         also(device_checks.a_short_run_goes_through, lora=None, enforce_eager=True),
     ],
 )
-def test_as_on_a_gpu(case: DeviceCase, holds: Callable[..., None], given: dict[str, Any]) -> None:
+def test_device_checks_hold_on_this_machine(
+    case: DeviceCase, holds: Callable[..., None], given: dict[str, Any]
+) -> None:
     holds(case, **given)
 
 

@@ -64,7 +64,7 @@ def settings(folder: Path, python: Path) -> dict[str, Any]:
     return found
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def recorded_calls(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told").read_text().splitlines()]
 
 
@@ -75,11 +75,11 @@ class Kills(Callback):
         self.folder = Path(folder)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if len(told(self.folder)) == 1:
-            os.kill(told(self.folder)[0]["pid"], signal.SIGKILL)
+        if len(recorded_calls(self.folder)) == 1:
+            os.kill(recorded_calls(self.folder)[0]["pid"], signal.SIGKILL)
 
 
-def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
+def test_a_run_has_a_server_and_one_that_is_killed_is_started_again(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told what a server without a GPU needs, and nothing of torchrun."""
@@ -89,7 +89,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert (result.summary["state"], result.summary["steps"]) == ("finished", 3)
-    servers = told(tmp_path)
+    servers = recorded_calls(tmp_path)
     assert len(servers) == 2
     assert len({(each["uds"], each["adapters"]) for each in servers}) == 1
     assert not Path(servers[0]["uds"]).parent.exists()
@@ -113,7 +113,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     assert all_gone([each["pid"] for each in servers])
 
 
-def test_one_that_cannot_begin_says_why(
+def test_a_server_that_cannot_start_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started once more if that may help."""
@@ -137,21 +137,21 @@ def test_one_that_cannot_begin_says_why(
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
 
-def test_one_that_ends_at_each_first_completion_is_given_up(
+def test_a_server_that_ends_at_each_first_completion_is_given_up(
     tmp_path: Path, python: Path, server: VllmServer
 ) -> None:
     """It answers each time before that, so waiting until it answers again would last as long as the run."""
 
     async def kill(path: str, _: Any) -> Response | None:
         if path == "/completions":
-            os.kill(told(tmp_path)[-1]["pid"], signal.SIGKILL)
+            os.kill(recorded_calls(tmp_path)[-1]["pid"], signal.SIGKILL)
             return refusal(500, "nobody gets this")
         return None
 
     server.interfere = kill
     with pytest.raises(UsageError, match=r"ended \(exit status -9\)"):
         groupwise.rl(settings(tmp_path, python), TOY)
-    assert len(told(tmp_path)) == 2
+    assert len(recorded_calls(tmp_path)) == 2
 
 
 def test_a_slow_start_tells_what_the_server_says(
@@ -222,7 +222,7 @@ def test_all_weights_are_trained_with_it(
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert result.summary["steps"] == 3
-    assert len(told(tmp_path)) == 2
+    assert len(recorded_calls(tmp_path)) == 2
     paths = [path for path, _ in server.asked]
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
@@ -231,7 +231,7 @@ def test_all_weights_are_trained_with_it(
     assert evaluation.rows
     assert evaluation.path is not None
     assert evaluation.path.with_suffix(".vllm.log").read_text() == "begins\n"
-    assert len(told(tmp_path)) == 3
+    assert len(recorded_calls(tmp_path)) == 3
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
 
     async def kill(path: str, _: Any) -> Response | None:
         if path == where and not killed:
-            killed.append(told(tmp_path)[0]["pid"])
+            killed.append(recorded_calls(tmp_path)[0]["pid"])
             os.kill(killed[0], signal.SIGKILL)
             return refusal(500, "nobody gets this")
         return None
@@ -269,7 +269,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
         broadcast["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(broadcast, TOY)
     assert result.summary["steps"] == 3
-    starts = told(tmp_path)
+    starts = recorded_calls(tmp_path)
     assert len(starts) == (1 if where is None else 2)
     assert starts[0]["weight_transfer_config"] == {"backend": "nccl"}
     assert not server.bodies("/collective_rpc")
@@ -277,7 +277,7 @@ def test_a_server_on_another_gpu_receives_all_weights(
     assert str(server.weight_version).startswith("groupwise-toy-v")
 
 
-def test_one_that_never_takes_them_is_ended_and_reads_files(
+def test_a_server_that_never_takes_weights_is_ended_and_reads_files(
     tmp_path: Path, server: VllmServer, broadcast: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two times it is started again; then its workers are asked for nothing more."""
@@ -290,7 +290,7 @@ def test_one_that_never_takes_them_is_ended_and_reads_files(
     server.interfere = hang
     broadcast["sampler"]["weight_transfer_timeout"] = 0.5
     assert groupwise.rl(broadcast, TOY).summary["steps"] == 3
-    assert len(told(tmp_path)) == 3
+    assert len(recorded_calls(tmp_path)) == 3
     assert len(server.bodies("/update_weights")) == 2
     assert len(server.bodies("/collective_rpc")) >= 3
     assert caplog.text.count("NCCL needs vLLM 0.30") == 1
@@ -332,7 +332,7 @@ def test_a_server_that_takes_no_weights_is_not_left_paused(
     assert not server.paused
 
 
-def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
+def test_a_server_on_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "server_gpus", lambda *_, **__: SHARED)
@@ -340,7 +340,7 @@ def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
         "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
     )
     assert groupwise.rl(settings(tmp_path, python), TOY).summary["steps"] == 3
-    (started,) = told(tmp_path)
+    (started,) = recorded_calls(tmp_path)
     assert (started["enable_sleep_mode"], started["gpu_memory_utilization"]) == (True, 0.7)
     assert started["allocator"] == "roundup_power2_divisions:[256:1,512:2]"
     paths = [path for path, _ in server.asked]
@@ -387,7 +387,7 @@ def test_vllm_gets_only_gpus_of_cuda_visible_devices(monkeypatch: pytest.MonkeyP
     assert server_gpus(2, 1, None, 1, in_turn=True) == ServerGpus(("GPU-7",), 0.9)
 
 
-def test_one_for_a_mixture_of_experts_returns_its_choices(
+def test_a_server_of_a_mixture_of_experts_returns_routed_experts(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In training; nothing is learnt from an evaluation's completions."""
@@ -401,4 +401,7 @@ def test_one_for_a_mixture_of_experts_returns_its_choices(
         given["sampler"]["routing_replay"] = True
         assert groupwise.rl(given, TOY).exit_code == 0
         groupwise.evaluate(given, TOY)
-    assert [each["enable_return_routed_experts"] for each in told(tmp_path)] == [True, False]
+    assert [each["enable_return_routed_experts"] for each in recorded_calls(tmp_path)] == [
+        True,
+        False,
+    ]

@@ -28,14 +28,16 @@ pytestmark = [
 ]  # fmt: skip
 
 
-def told(folder: Path, verb: str, *words: str) -> dict[str, Any]:
+def run_command(folder: Path, verb: str, *words: str) -> dict[str, Any]:
     return unsloth.told(PYTHON, folder, verb, *words)
 
 
 def test_it_draws_and_learns_what_transformers_does(tmp_path: Path) -> None:
     tiny = ("model.name=tiny", "model.dtype=float32", "training.learning_rate=0.01")
     for backend in ("unsloth", "transformers"):
-        told(tmp_path, "rl", *WORDS, *tiny, f"model.backend={backend}", f"run.name={backend}")
+        run_command(
+            tmp_path, "rl", *WORDS, *tiny, f"model.backend={backend}", f"run.name={backend}"
+        )
     for metric in ("reward", "loss", "grad_norm", "completions/mean_length"):
         found, wanted = (
             step_values(tmp_path / "runs" / name, metric) for name in ("unsloth", "transformers")
@@ -45,19 +47,19 @@ def test_it_draws_and_learns_what_transformers_does(tmp_path: Path) -> None:
 
 def test_a_real_model_learns_in_four_bits(tmp_path: Path) -> None:
     four = ("model.backend=unsloth", "model.load_in_4bit=true", "run.name=four")
-    result = told(tmp_path, "rl", *WORDS, *four)
+    result = run_command(tmp_path, "rl", *WORDS, *four)
     assert result["state"] == "finished"
     run = tmp_path / "runs/four"
     assert max(step_values(run, "grad_norm")) > 0
     assert max(step_values(run, "sampling/logprob_gap")) < 0.1
-    told(tmp_path, "eval", *WORDS, *four, "--policy", "four")
+    run_command(tmp_path, "eval", *WORDS, *four, "--policy", "four")
 
 
 def test_sft_learns(tmp_path: Path) -> None:
     example = ROOT / "examples/05_sft_then_rl"
     words = ("--config", str(example / "sft.yaml"), "--task-module", str(example / "task.py"))
     few = ("training.max_steps=3", "model.name=tiny", "model.backend=unsloth", "run.name=warm")
-    result = told(tmp_path, "sft", *words, *few)
+    result = run_command(tmp_path, "sft", *words, *few)
     assert result["state"] == "finished"
     losses = step_values(tmp_path / "runs/warm", "loss")
     assert losses[-1] < losses[0]

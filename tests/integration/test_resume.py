@@ -303,7 +303,7 @@ def test_an_interrupted_evaluation_is_done_again(uninterrupted, tmp_path, monkey
     assert what_must_be_equal(tmp_path / "toy")["record"] == uninterrupted[0]["record"]
 
 
-def test_more_steps_go_on_where_the_run_ended_and_where_it_was_moved(
+def test_more_steps_continue_where_the_run_ended_and_where_it_was_moved(
     uninterrupted, whole_toy, tmp_path
 ):
     """max_steps may change; with a constant learning rate the longer run is the same run, also one that started from another."""

@@ -106,7 +106,7 @@ def test_other_numbers_of_both(alone, tmp_path, loaded):  # noqa: F811
 
 
 @pytest.mark.parametrize("schedule", ["fixed_lag", pytest.param("free", marks=SOAK)])
-def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
+def test_sampling_continues_while_learners_learn(tmp_path, monkeypatch, schedule):
     """The gradient of a step is not handed out before the groups of the next one have been sampled: else it would wait for ever."""
     sampled: set[int] = set()
     steps, one_more = [], asyncio.Condition()
@@ -221,7 +221,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     assert all_gone(stopped)
 
 
-def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
+def test_a_sampler_that_keeps_ending_ends_the_run(tmp_path, monkeypatch):
     lost = Lost(monkeypatch, 1, "sampler.generate", 2)
     resume = SamplerWorkers._resume
 
@@ -308,7 +308,7 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     assert results[0].rows == results[1].rows
 
 
-def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
+def test_a_replaced_server_with_other_weights_stops_the_run(tmp_path, monkeypatch):
     Lost(monkeypatch, 1, "sampler.generate", 5)
     served = WorkerState.load_policy
 

@@ -122,7 +122,7 @@ def lagged(request, tmp_path_factory):
     return request.param, what_must_be_equal(folder), points
 
 
-def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch):
+def test_a_lagged_run_stops_cleanly_and_continues(lagged, tmp_path, monkeypatch):
     lag, whole, _ = lagged
     commit = loop.commit
 
@@ -179,7 +179,7 @@ def slow_rewards(monkeypatch):
     monkeypatch.setattr(drawing, "score", slow)
 
 
-def test_the_free_schedule_loses_nobody_also_over_crashes(tmp_path, slow_rewards):
+def test_the_free_schedule_loses_no_group_even_over_crashes(tmp_path, slow_rewards):
     settings = config(tmp_path, schedule="free", max_off_policy_steps=2, max_steps=8)
     assert crash_at(40, lambda: start(settings)) == 17
     assert crash_at(18, lambda: go_on(settings)) == 17

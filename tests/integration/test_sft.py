@@ -277,7 +277,7 @@ def test_only_what_may_change_changes(uninterrupted, tmp_path):
         groupwise.rl({**rl_config(tmp_path)}, TOY, resume_from="sft@3")
 
 
-def test_other_held_out_rows_begin_anew(tmp_path):
+def test_other_held_out_rows_start_again(tmp_path):
     class Task:
         get_sft_dataset = staticmethod(sft_task.get_sft_dataset)
         held_out = 3

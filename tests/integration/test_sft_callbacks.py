@@ -26,7 +26,7 @@ def settings(runs: Path, *callbacks: Any) -> dict[str, Any]:
     return config(runs, callbacks=list(callbacks))
 
 
-def told(folder: Path) -> list[str]:
+def event_names(folder: Path) -> list[str]:
     """Each event in two words."""
     events = json.loads((folder / HISTORY).read_text())
     return [" ".join(event.split()[:2]) for event in events]
@@ -47,7 +47,7 @@ def observed(tmp_path_factory):
 
 def test_every_event_comes_in_its_order_and_an_observed_run_is_the_same_run(observed, tmp_path):
     folder, _ = observed
-    assert told(folder) == [
+    assert event_names(folder) == [
         "evaluated step-0",
         *("begin 0", "end 1", "begin 1", "end 2", "evaluated step-2", "saved step-2"),
         *("begin 2", "end 3", "saved step-3"),
@@ -60,14 +60,14 @@ def test_every_event_comes_in_its_order_and_an_observed_run_is_the_same_run(obse
     assert seen["files"].keys() >= plain["files"].keys()
 
 
-def test_state_and_table_go_on_over_a_crash(observed, tmp_path):
+def test_state_and_table_continue_over_a_crash(observed, tmp_path):
     whole, points = observed
     steps = [at for at, point in enumerate(points) if point == "commit:step:after"]
     made = settings(tmp_path, f"{FILE}:History", "loss_logging")
     assert crash_at(steps[3], lambda: groupwise.sft(made, TASK)) == 17
     assert groupwise.sft(made, TASK, resume=True).exit_code == 0
-    assert [event for event in told(tmp_path / "sft") if not event.startswith("saved")] == [
-        event for event in told(whole) if not event.startswith("saved")
+    assert [event for event in event_names(tmp_path / "sft") if not event.startswith("saved")] == [
+        event for event in event_names(whole) if not event.startswith("saved")
     ]
     tables = [(folder / "loss_history.csv").read_text() for folder in (whole, tmp_path / "sft")]
     rows = [list(csv.DictReader(table.splitlines())) for table in tables]

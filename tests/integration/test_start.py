@@ -250,7 +250,7 @@ def test_conflicts_of_config_and_task_are_refused_before_the_start(tmp_path, cac
 # What is told while it runs
 
 
-def test_metrics_that_fail_do_not_cost_the_training_and_failures_are_told(tmp_path):
+def test_metrics_that_fail_do_not_cost_the_training_and_failures_are_reported(tmp_path):
     """Those of the task, and rewards of held-out prompts."""
     task = toy_with(
         tmp_path,
@@ -267,7 +267,7 @@ def test_metrics_that_fail_do_not_cost_the_training_and_failures_are_told(tmp_pa
     assert "3 of 3 could not" in log
 
 
-def test_logged_metrics_do_not_replace_our_own_and_dropped_prompts_are_told_of(tmp_path):
+def test_logged_metrics_do_not_replace_our_own_and_dropped_prompts_are_reported(tmp_path):
     logging = (
         "    if log_metric:\n        log_metric('reward', 99.0)\n        log_metric('mine', 7.0)\n"
     )

@@ -109,7 +109,7 @@ def test_a_second_model_takes_the_place_of_the_first_and_leaves_its_run(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_half_a_model_is_never_taken_for_a_whole_one(whole: Path, work: Path) -> None:
+def test_an_incomplete_model_folder_is_never_loaded(whole: Path, work: Path) -> None:
     shutil.copytree(whole / "outputs", work / "outputs")
 
     def put() -> None:
@@ -161,7 +161,7 @@ def only_checkpoints(old: Path, new: Path, folder: str) -> None:
             shutil.copyfile(found.path / name, place)
 
 
-def test_copies_of_the_checkpoints_are_enough_to_go_on_to_the_same_bits(
+def test_copies_of_the_checkpoints_are_enough_to_continue_to_the_same_bits(
     whole: Path,
     work: Path,
     tmp_path: Path,
@@ -196,7 +196,7 @@ def test_an_attempt_that_was_killed_at_its_very_end_makes_the_model(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
+def test_another_command_continues_elsewhere_with_the_weights_that_it_began_with(
     whole: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["rl", *("algorithm.beta=0.1", "training.max_steps=3", "run.save_steps=2")]

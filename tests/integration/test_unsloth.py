@@ -50,14 +50,14 @@ def command(folder: Path, verb: str, *, ends: bool = False) -> subprocess.Comple
     )
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def output_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.soak(suite="engine")
 def test_every_command_imports_it_first_and_keeps_its_chatter_off_stdout(tmp_path: Path) -> None:
-    results = {verb: told(command(tmp_path, verb)) for verb in COMMANDS}
+    results = {verb: output_of(command(tmp_path, verb)) for verb in COMMANDS}
     assert results["rl"]["state"] == results["sft"]["state"] == "finished"
     assert results["eval"]
     assert (tmp_path / "runs/tried/final/adapter_model.safetensors").is_file()
@@ -70,7 +70,7 @@ def test_it_is_imported_before_transformers(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text().split() == ["first"]
 
 
-def test_where_it_is_missing_the_install_command_is_told(
+def test_where_it_is_missing_the_install_command_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

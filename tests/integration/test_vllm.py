@@ -143,7 +143,7 @@ def test_the_reward_rises(tmp_path):
     assert max(curve(run, "sampling/logprob_gap")) < 1e-3
 
 
-def test_a_run_goes_on_after_its_server_was_lost(tmp_path, server):
+def test_a_run_continues_after_its_server_was_lost(tmp_path, server):
     """With a lag, whose completions the earlier version draws."""
 
     async def fails(path, body):
@@ -300,7 +300,7 @@ def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, 
     assert not list(shared.glob("*/*"))
 
 
-def test_a_run_that_is_killed_while_it_sends_weights_goes_on_when_its_server_is_started_again(
+def test_a_run_that_is_killed_while_it_sends_weights_continues_when_its_server_is_started_again(
     tmp_path, gloo, server
 ):
     given = full_settings(

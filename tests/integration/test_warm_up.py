@@ -80,7 +80,7 @@ def cut_off(tmp_path, task, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
-def test_one_that_was_cut_off_goes_on(cut_off, tmp_path, task, with_checkpoint):
+def test_an_interrupted_warm_up_continues(cut_off, tmp_path, task, with_checkpoint):
     """With its last checkpoint, or from its beginning where there was none yet."""
     if not with_checkpoint:
         shutil.rmtree(cut_off / "checkpoints")
@@ -91,7 +91,7 @@ def test_one_that_was_cut_off_goes_on(cut_off, tmp_path, task, with_checkpoint):
     assert again.summary["run"] == "toy-2", "nothing is in its way"
 
 
-def test_another_one_that_was_cut_off_stays_as_it_is(cut_off, tmp_path, task):
+def test_an_interrupted_warm_up_of_another_config_is_left_alone(cut_off, tmp_path, task):
     done = groupwise.rl(config(tmp_path, learning_rate=0.04), task)
     assert done.summary["warm_up"]["policy"] == "toy-warm-up-2@4"
     assert Store.facts(cut_off / "run.db")["state"] != "finished"
@@ -145,14 +145,14 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     assert [step for step, _ in drawn["points"]] == [1]
 
 
-def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):
+def test_a_stop_condition_that_never_holds_is_reported(tmp_path, task, capsys):
     groupwise.rl(config(tmp_path, DRAWN, stop_when=["reward > 1"]), task)
     told = capsys.readouterr().err
     assert "no condition of training.stop_when was met in 4 steps (reward is 0." in told
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path, task):
-    with pytest.raises(ConfigError, match="'reward is 1' is no condition"):
+    with pytest.raises(ConfigError, match="'reward is 1' is not a condition"):
         groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
     with pytest.raises(UsageError, match="names rewards/shape, which the evaluation after 0 steps"):
         groupwise.rl(config(tmp_path, DRAWN, stop_when=["rewards/shape > 1"]), task)

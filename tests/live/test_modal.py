@@ -17,11 +17,13 @@ from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
-ASKED = "GROUPWISE_LIVE_MODAL"
+VARIABLE = "GROUPWISE_LIVE_MODAL"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(ASKED not in os.environ, reason=f"it costs money: {ASKED}=1 asks for it"),
+    pytest.mark.skipif(
+        VARIABLE not in os.environ, reason=f"it costs money: {VARIABLE}=1 asks for it"
+    ),
 ]
 SCRIPT = """\
 import hashlib, os, subprocess

@@ -127,7 +127,7 @@ def pairs_of(mistakes: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("parts", [8, pytest.param(1, marks=pytest.mark.soak(suite="training"))])
-def test_mistakes_that_have_nothing_to_do_with_each_other_are_told_as_each_alone(
+def test_mistakes_that_have_nothing_to_do_with_each_other_are_reported_as_each_alone(
     parts: int,
 ) -> None:
     """Of all pairs a part, with the next commit another one."""
@@ -144,12 +144,12 @@ def test_mistakes_that_have_nothing_to_do_with_each_other_are_told_as_each_alone
 
 
 @pytest.mark.parametrize("mistake", [*WRONG_VALUES, *WRONG_KEYS, *CONFLICTS])
-def test_each_mistake_is_told_once_with_a_key_that_it_is_about(mistake: str) -> None:
+def test_each_mistake_is_reported_once_with_a_key_that_it_is_about(mistake: str) -> None:
     (said,) = said_of(mistake)
     assert any(key.rpartition(".")[2] in said for key in read(mistake))
 
 
-def test_all_of_what_does_not_go_together_is_told() -> None:
+def test_all_of_what_does_not_go_together_is_reported() -> None:
     said = said_of("rewards.in_process=true rewards.workers=2 rewards.start_limit=5.0")
     assert {line.split()[2] for line in said} == {"workers", "start_limit"}
     environment = "rollout.type=environment rollout.in_process=true rollout.workers=2"

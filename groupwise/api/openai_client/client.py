@@ -85,7 +85,7 @@ class Endpoint:
         key = os.environ.get(self.api_key_env, "").strip()
         if not all("!" <= letter <= "~" for letter in key):
             raise UsageError(
-                f"The environment variable {self.api_key_env} holds something that is no key: it has spaces, line ends or "
+                f"The environment variable {self.api_key_env} holds something that is not a key: it has spaces, line ends or "
                 "characters beyond ASCII in it. Set it to the key alone."
             )
         return key or None

@@ -284,7 +284,7 @@ class CallAnswer(BaseModel):
 
 
 class EndedAnswer(BaseModel):
-    """Something of these parts is no more, or they are."""
+    """These parts, or something of them, no longer exist."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

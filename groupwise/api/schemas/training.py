@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.fail_fast import IN_SLICES, FailFast
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
+from groupwise.core.types import TINY
 
 MAX_PROMPTS = 256
 """Maximum number of prompts, or of groups with rewards, in one request."""
@@ -65,8 +66,6 @@ MAX_TRAJECTORY_NAME = 512
 """Characters in the name of a trajectory, or of a group of trajectories."""
 MAX_CALLS = 1024
 """Calls of one trajectory that a reward can list."""
-TINY = "tiny"
-"""The model that every server has: a few thousand random parameters over single characters."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "sampler.max_completion_length": "give `max_completion_length` instead",

@@ -40,6 +40,16 @@ class Conflict:
     """Every key whose value decides about the conflict, relative to this section: `samples_per_prompt`, `rollout.type`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignKey:
+    """A key that belongs to another framework or to another command."""
+
+    kind: Literal["renamed", "other_command", "other"]
+    """`renamed`: the setting has another name here. `other_command`: it is a key of ours, in the config of another command."""
+    advice: str
+    """What to write in its place; ends the sentence "KEY is not a key; …"."""
+
+
 class Strict(BaseModel):
     """A section of a config: unknown keys are refused, values are never converted, and an instance cannot be changed."""
 
@@ -57,8 +67,8 @@ class Strict(BaseModel):
     """The keys that decide the type of a section that has several types."""
 
     @classmethod
-    def foreign_keys(cls) -> Mapping[str, str]:
-        """Set on the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by prefix."""
+    def foreign_keys(cls) -> Mapping[str, ForeignKey]:
+        """Set on the root: names that other frameworks or commands use for a key, and what to write here. `vllm_*` matches by prefix."""
         return {}
 
     @classmethod
@@ -288,14 +298,14 @@ def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
     return cast("Mapping[str, str]", getattr(model, "refused", {}))
 
 
-def foreign_advice(root: type[BaseModel], key: str) -> str | None:
-    """What to write in place of another framework's key; None if no known framework uses the name."""
+def foreign_key(root: type[BaseModel], key: str) -> ForeignKey | None:
+    """What to write in place of another framework's or command's key; None if none is known that uses the name."""
     if not issubclass(root, Strict):
         return None
     foreign_names = root.foreign_keys()
     by_start = (
-        advice
-        for name, advice in foreign_names.items()
+        foreign
+        for name, foreign in foreign_names.items()
         if name.endswith("*") and key.startswith(name[:-1])
     )
     return foreign_names.get(key) or next(by_start, None)

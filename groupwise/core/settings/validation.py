@@ -29,7 +29,7 @@ from groupwise.core.settings.schema import (
     Problems,
     SchemaLocation,
     Strict,
-    foreign_advice,
+    foreign_key,
     keys_of,
     later_keys,
     leaves,
@@ -90,12 +90,12 @@ def _is_foreign(model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: Ke
     """True for an unknown key of another framework. A section, or a key in one, that belongs to another command is of a config of ours."""
     if detail["type"] != "extra_forbidden":
         return False
-    advice = foreign_advice(model, str(detail["loc"][-1]))
-    if advice is None:
+    foreign = foreign_key(model, str(detail["loc"][-1]))
+    if foreign is None:
         return False
     path = tuple(map(str, detail["loc"]))
     in_section = len(path) > 1 or isinstance(tree.value((*at, *path)), Mapping)
-    return not (in_section and advice.startswith("it belongs to `groupwise"))
+    return not (in_section and foreign.kind == "other_command")
 
 
 def _section_origin(tree: Tree, path: KeyPath) -> str:
@@ -347,12 +347,12 @@ def _explain_unknown(
         return _KeyAdvice(f"{prefix}; {reason}.")
     if any(key in later_keys(variant) for variant in location.variants.values()):
         return _KeyAdvice(f"{dotted} is not in this version.")
-    if advice := foreign_advice(root, key):
+    if foreign := foreign_key(root, key):
         # The advice names keys in full, e.g. `training.max_steps`.
         suggested_keys = tuple(
-            tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice)
+            tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", foreign.advice)
         )
-        return _KeyAdvice(f"{prefix}; {advice}.", suggested_keys)
+        return _KeyAdvice(f"{prefix}; {foreign.advice}.", suggested_keys)
     if is_secret(key):
         return _KeyAdvice(explain_secret((*section_path, key)))
     if variant_advice := _explain_variant(location, at):

@@ -14,7 +14,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def parse_size(text: str, bare_number: int = 1) -> float | None:
-    """The bytes of a size: `40GB` by thousands, `64GiB` or `64Gi` by 1024; None if it is no size. `bare_number`: bytes of a number that has
+    """The bytes of a size: `40GB` by thousands, `64GiB` or `64Gi` by 1024; None for other text. `bare_number`: bytes of a number that has
     no unit."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -63,7 +63,7 @@ PLOTS = (
     Plot(
         "Rollouts without a score",
         (PlottedMetric("rollouts/failed", "failed"), PlottedMetric("rollouts/timed_out", "timed out")),
-        "They are no low rewards: they are left out. The reasons stand below.",
+        "They do not count as low rewards: they are left out. The reasons stand below.",
         "Reward",
         stacked=True,
     ),

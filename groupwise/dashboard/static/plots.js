@@ -91,7 +91,7 @@ function beside(curve, other) {
 
 const finite = (values) => values.filter((value) => value != null);
 
-// Steps whose value was no finite number.
+// Steps whose value was not a finite number.
 const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count, 0);
 
 const UNITS = [["hours", 3600], ["minutes", 60], ["seconds", 1]];
@@ -480,7 +480,7 @@ function marked(made, lost) {
 }
 
 function sayLost(element, lost) {
-  const text = lost?.steps ? `${lost.steps} value${lost.steps === 1 ? " is" : "s are"} no finite number (NaN or infinite): marked at the foot.` : "";
+  const text = lost?.steps ? `${lost.steps} value${lost.steps === 1 ? " is not a finite number" : "s are not finite numbers"} (NaN or infinite): marked at the foot.` : "";
   const line = element.parentElement.querySelector(".lost") ?? document.createElement("p");
   line.className = "lost";
   if (line.textContent !== text) line.textContent = text;

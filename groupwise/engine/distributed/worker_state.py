@@ -113,7 +113,7 @@ class WorkerState:
     def _require_adapter_host(self) -> AdapterHost:
         if self.adapter_host is None:
             raise UsageError(
-                "All weights of the model in memory are trained (lora is null), so it is no base that others could share. Train an "
+                "All weights of the model in memory are trained (lora is null), so others cannot share it as a base. Train an "
                 "adapter instead (lora: {}), or end this training first."
             )
         return self.adapter_host

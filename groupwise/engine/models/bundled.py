@@ -23,6 +23,7 @@ from pathlib import Path
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import ModelError
 from groupwise.core.terminal.ticker import Ticker
+from groupwise.core.types import TINY
 
 TINY_VERSION = 1
 """Increased when the model `tiny` changes. Defined here so that a cached model is found without importing torch."""
@@ -53,7 +54,6 @@ BUNDLED = {
         licence="Apache-2.0",
     )
 }
-TINY = "tiny"
 ALIASES = (TINY, *BUNDLED)
 
 

@@ -17,8 +17,9 @@ from typing import Any, cast
 
 from groupwise.core.settings.credentials import holds_secret, is_secret
 from groupwise.core.terminal.text import one_line
+from groupwise.core.types import TINY
 from groupwise.engine.models.artefact import is_adapter
-from groupwise.engine.models.bundled import BUNDLED, TINY
+from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.hub import may_be_hub_id
 from groupwise.runs.folder import RECORD, is_served, read_config
 from groupwise.runs.store import Store

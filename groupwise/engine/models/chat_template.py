@@ -197,7 +197,7 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
     )
     if surrogate is not None:
         return (
-            f"a message has the character {surrogate!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
+            f"a message has the character {surrogate!a}, half of a surrogate pair, which is not valid Unicode. Leave it out, or decode the "
             "text anew where it comes from."
         )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)

@@ -130,7 +130,7 @@ def check_sent(folder: Path) -> None:
     """Check a model folder uploaded by an untrusted user, before any library reads it.
 
     Raises ModelError if it names files outside of the folder, or code or repositories that would be loaded (an index with paths,
-    `auto_map`, an attention or experts implementation other than `eager` and `sdpa`, a `backbone`), or if its model type is no language
+    `auto_map`, an attention or experts implementation other than `eager` and `sdpa`, a `backbone`), or if its model type is not a language
     model.
     """
     for path in sorted(folder.rglob("*.json")):

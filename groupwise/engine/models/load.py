@@ -57,7 +57,7 @@ def _read_base(config: ModelConfig, dtype: Dtype) -> CausalLM | None:
         return None  # transformers decides whether they are tied
     with explaining_errors(config, resolved, "model"):
         number_format = getattr(torch, dtype)
-        # Cached tensors have this format already, also those that are no parameters.
+        # Cached tensors have this format already, also those that are not parameters.
         converted = tensors or {name: each.to(number_format) for name, each in stored.items()}
     if not base.take_tensors(converted):
         return None

@@ -791,7 +791,7 @@ def _parse_refusal(response: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
     problem = problem_in(response, time.time())
     if problem is None or problem.code not in KINDS:
-        description = f"{response.status_code} from {response.url}, which is no fleet's answer: {response.text[:200]}"
+        description = f"{response.status_code} from {response.url}, which is not an answer of a fleet: {response.text[:200]}"
         return (
             FleetAway(description)
             if response.status_code in MAY_PASS

@@ -8,7 +8,7 @@ and no user at a prompt, can make a transition that is not listed here.
               queued | pending ⇄ held
     attempt   reserved → launching → running → collecting → ended
 
-In addition to its state, an attempt has properties that are no states: whether its machine answers (`contact`), whether its cancellation
+In addition to its state, an attempt has properties that are not states: whether its machine answers (`contact`), whether its cancellation
 was requested, and whether its resources were found free again (`cleanup`). An attempt that has ended keeps its reservations until then.
 """
 

@@ -25,7 +25,7 @@ def text_problems(value: Any, path: str) -> Iterator[str]:
     """Yield a message for each text in a document, including keys, that cannot be passed on, with its path."""
     if isinstance(value, str):
         if (match := _NOT_PASSABLE.search(value)) is not None:
-            description = "a NUL character" if match[0] == "\0" else "bytes that are no UTF-8"
+            description = "a NUL character" if match[0] == "\0" else "bytes that are not UTF-8"
             yield f"{path}: {description} at position {match.start()}; text without it is wanted"
     elif isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, Any]", value).items():

@@ -355,14 +355,14 @@ def _split_address(url: str) -> tuple[str, int, str]:
     if parts.scheme not in ("http", "https") or not host:
         raise Forbidden("only http:// and https:// addresses are allowed")
     if not is_host(host) or port == 0:
-        raise Forbidden(f"{ascii(host)[:80]} port {port} is no place on any network")
+        raise Forbidden(f"{ascii(host)[:80]} port {port} is not a valid address")
     if parts.username is not None or parts.password is not None:
         raise Forbidden("an address without user and password is wanted")
     return host, port or (443 if parts.scheme == "https" else 80), parts.scheme
 
 
 def _allowed_address(addresses: list[str], host: str, allow_private: bool) -> str:
-    """The address to connect to. Raises Forbidden unless all are allowed: a name with public and private addresses is no accident."""
+    """The address to connect to. Raises Forbidden unless all are allowed: a name with public and private addresses is suspicious."""
     if not addresses:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):

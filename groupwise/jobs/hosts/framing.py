@@ -47,7 +47,7 @@ _LONGEST_COMPLAINT = 300
 
 
 class BadAnswer(OutcomeUnknown):
-    """The received bytes are no valid answer: cut off, changed in transit, or of another protocol. The request may have been executed
+    """The received bytes are not a valid answer: cut off, changed in transit, or of another protocol. The request may have been executed
     nevertheless."""
 
 

@@ -445,7 +445,7 @@ async def connect(
         raise _connect_error(address, pinned, witness, error) from error
     except (ValueError, OverflowError) as error:  # an invalid host name or port
         raise HostUnreachable(
-            f"{address.host!a} port {address.port} as {address.user!a} is no place to connect to: {error}"
+            f"{address.host!a} port {address.port} as {address.user!a} is not a valid address: {error}"
         ) from error
     return connection, witness.lost
 

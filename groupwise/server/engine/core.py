@@ -28,7 +28,6 @@ from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
-from groupwise.core.terminal.quantities import counted
 from groupwise.core.types import (
     Example,
     GroupRequest,
@@ -523,11 +522,7 @@ class EngineCore:
             first, last = first_and_last(run, METRIC)
             if first is not None:
                 summary |= {"reward_first": first, "reward_last": last}
-            if finished:
-                await end(run, "finished", summary)
-            else:
-                run.folder.finish("stopped", summary)
-                run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
+            await end(run, "finished" if finished else "stopped", summary)
             return str(run.folder.path)
 
     # --- tokenizer, state, end -------------------------------------------------------------------

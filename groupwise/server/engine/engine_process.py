@@ -263,7 +263,7 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # after `close` it is no loss
+            await asyncio.Event().wait()  # after `close` the end of the process is expected
         return EngineLost(reason)
 
     async def close(self) -> None:

@@ -47,7 +47,7 @@ class Base:
     """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """A hub id from which clients load the tokenizer; for a model that is no hub's, the folder with its files on this machine."""
+    """A hub id from which clients load the tokenizer; for a model that is not from a hub, the folder with its files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class TinkerEngine(Protocol):
         ...
 
     async def drop(self, model: str) -> None:
-        """Release a model; its saved weights stay. A missing model is no error."""
+        """Release a model; its saved weights stay. A missing model is not an error."""
         ...
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
@@ -184,7 +184,7 @@ class TinkerEngine(Protocol):
         ...
 
     async def drop_sampler(self, stored: Stored) -> None:
-        """Delete sampler weights that can no longer be named; missing ones are no error."""
+        """Delete sampler weights that can no longer be named; missing ones are not an error."""
         ...
 
     async def saved(self, stored: Stored) -> ModelSpec:

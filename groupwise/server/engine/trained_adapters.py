@@ -193,7 +193,7 @@ class EngineModels:
         self._models[model] = _Model(spec, parts)
 
     async def drop(self, model: str) -> None:
-        """Release a model; its saved weights stay. A missing model is no error."""
+        """Release a model; its saved weights stay. A missing model is not an error."""
         if self._models.pop(model, None) is not None:
             await self._base_state.models.drop(model)
 

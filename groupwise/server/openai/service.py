@@ -125,7 +125,7 @@ class _Progress:
 class _Work:
     """A request under way: what it asks for, of which run, how its completions are stored, and how far they are."""
 
-    ask: GenerationRequest
+    request: GenerationRequest
     conductor: Conductor
     options: StoreOptions
     progress: _Progress
@@ -204,7 +204,7 @@ class OpenAIService:
         """The key of the stored answer that this retry repeats; None if there is none."""
         return await self._ledger.do(storing.claim_answer, caller, retry)
 
-    async def with_template(self, ask: GenerationRequest) -> GenerationRequest:
+    async def with_template(self, request: GenerationRequest) -> GenerationRequest:
         """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
         another. Refuses a `reasoning_effort` that the template does not know.
 
@@ -212,25 +212,27 @@ class OpenAIService:
         retries within seconds.
         """
         conductor = await self._host.wait_for_engine()
-        if not ask.columns:
-            return ask
+        if not request.columns:
+            return request
         template, chosen = conductor.status.opened.chat_template, self._config.tool_call_parser
-        if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
+        if request.reasoning_effort is not None and not re.search(
+            r"\breasoning_effort\b", template
+        ):
             raise field_refusal(
                 "reasoning_effort",
-                f"is {ask.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no effect; "
-                'leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
+                f"is {request.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no "
+                'effect; leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
             )
-        return ask.with_call_format(call_format_of(template) if chosen == "auto" else chosen)
+        return request.with_call_format(call_format_of(template) if chosen == "auto" else chosen)
 
     async def answer(
-        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
+        self, request: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
     ) -> StoredResponse:
         """The complete response. Stored completions, and what `also` stores, are on disk before it is returned."""
-        return (await self._sample_and_store(ask, caller, render, _Progress(), also)).answer
+        return (await self._sample_and_store(request, caller, render, _Progress(), also)).answer
 
     async def stream(
-        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
+        self, request: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
     ) -> AsyncGenerator[StreamStarted | TextDelta | StoredCompletion]:
         """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
         item.
@@ -238,15 +240,15 @@ class OpenAIService:
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
         progress = _Progress()
-        texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, render, progress, also))
+        texts_sent = [""] * (len(request.prompts) * request.n)
+        work = asyncio.create_task(self._sample_and_store(request, caller, render, progress, also))
         has_started = False
         self._streams += 1
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL * max(1.0, self._streams / POLLED_AT_ONCE))
-                texts = [streamable_text(text, ask) for text in await progress.texts()]
-                texts = texts_after_prompts(ask, texts)
+                texts = [streamable_text(text, request) for text in await progress.texts()]
+                texts = texts_after_prompts(request, texts)
                 if any(texts) and not has_started:
                     has_started = True
                     yield StreamStarted(progress.id)
@@ -267,7 +269,7 @@ class OpenAIService:
 
     async def _sample_and_store(
         self,
-        ask: GenerationRequest,
+        request: GenerationRequest,
         caller: Caller,
         render: Render,
         progress: _Progress,
@@ -275,23 +277,27 @@ class OpenAIService:
     ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        if ask.model not in _model_names(conductor.status):
-            raise self._unknown_model(ask.model)
-        for prompt in ask.prompts:
+        if request.model not in _model_names(conductor.status):
+            raise self._unknown_model(request.model)
+        for prompt in request.prompts:
             if isinstance(prompt, tuple):
                 continue  # the engine counts tokens
-            check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
+            check_prompt_length(prompt, conductor.status.opened, request.field_names["prompt"])
         options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
-        work = _Work(ask, conductor, options, progress)
-        if not ask.store:
+        work = _Work(request, conductor, options, progress)
+        if not request.store:
             return await self._sample_only(work)
-        if ask.gather is None:
-            return await self._sample_group(work, ask.n)
-        if ask.gather.trajectory is not None:
-            return await self._sample_turn(work, ask.gather)
-        size = ask.gather.size or conductor.request.num_completions_per_prompt
-        settings_hash = ask.hash_with(size)
-        name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
+        if request.gather is None:
+            return await self._sample_group(work, request.n)
+        if request.gather.trajectory is not None:
+            return await self._sample_turn(work, request.gather)
+        size = request.gather.size or conductor.request.num_completions_per_prompt
+        settings_hash = request.hash_with(size)
+        name = (
+            f"same:{settings_hash}"
+            if request.gather.name is None
+            else f"name:{request.gather.name}"
+        )
         gathering = Gathering(conductor.status.run, caller.key_id, name, settings_hash)
         async with self._one_at_a_time(gathering):
             completion = await self._next_member(work, gathering)
@@ -300,31 +306,33 @@ class OpenAIService:
     # --- completions that are only sampled --------------------------------------------------------
 
     async def _sample_only(self, work: _Work) -> StoredCompletion:
-        ask, conductor, options = work.ask, work.conductor, work.options
-        completions = len(ask.prompts) * ask.n
+        request, conductor, options = work.request, work.conductor, work.options
+        completions = len(request.prompts) * request.n
         if self._sampling and self._sampling + completions > MAX_SAMPLING:
             raise Refusal(
                 "rate_limited",
                 f"{self._sampling} completions are being sampled; beside them there is no room for {completions}. Ask again.",
                 retry_after=TRY_AGAIN,
             )
-        sampling = ask.sampling
+        sampling = request.sampling
         sample_requests: list[GroupSampleRequest] = []
-        for prompt in ask.prompts:
-            draw, columns = next(self._draws), ask.columns
+        for prompt in request.prompts:
+            draw, columns = next(self._draws), request.columns
             # Random, so that a restarted server does not repeat itself.
-            if ask.sampling.seed is None:
+            if request.sampling.seed is None:
                 sampling = replace(sampling, seed=secrets.randbits(63))
             sample_requests.append(
                 GroupSampleRequest(
                     draw,
                     prompt,
-                    ask.n,
+                    request.n,
                     sampling,
                     columns=columns,
                     trains=False,
-                    top_logprobs=ask.alternatives,
-                    prompt_logprobs=ask.alternatives if ask.echo and ask.logprobs else None,
+                    top_logprobs=request.alternatives,
+                    prompt_logprobs=request.alternatives
+                    if request.echo and request.logprobs
+                    else None,
                 )
             )
         self._sampling += completions
@@ -358,16 +366,16 @@ class OpenAIService:
         self, work: _Work, size: int, gathering: Gathering | None = None
     ) -> StoredCompletion:
         """Sample and store a new group; with `gathering` the call gets only the first member."""
-        ask, conductor, options = work.ask, work.conductor, work.options
+        request, conductor, options = work.request, work.conductor, work.options
         group = f"g-{secrets.token_hex(10)}"
         work.progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.admission.admit((None,), wait, options.caller.key_id) as (draw,):
             sample_request = GroupSampleRequest(
-                draw, ask.prompts[0], size, ask.sampling, columns=ask.columns
+                draw, request.prompts[0], size, request.sampling, columns=request.columns
             )
             (sampled,) = await self._sample_all(work, [sample_request])
-            choices = await self._write_choices(work, sampled.group.rollouts[: ask.n])
+            choices = await self._write_choices(work, sampled.group.rollouts[: request.n])
             completion = await self._ledger.do(
                 storing.keep_group,
                 conductor.status.run,
@@ -383,7 +391,7 @@ class OpenAIService:
     async def _next_member(self, work: _Work, gathering: Gathering) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
         oldest = work.conductor.status.step
-        if work.ask.model == LATEST:
+        if work.request.model == LATEST:
             oldest -= work.conductor.request.staleness
         member_and_rollout = await self._ledger.do(storing.next_member, gathering, oldest)
         if member_and_rollout is None:
@@ -399,7 +407,7 @@ class OpenAIService:
 
     async def _sample_turn(self, work: _Work, gather: Gather) -> StoredCompletion:
         """Sample and store one call of a trajectory. Only the first call of a group waits for admission."""
-        ask, conductor, options = work.ask, work.conductor, work.options
+        request, conductor, options = work.request, work.conductor, work.options
         trajectory = gather.trajectory or BY_IDS
         size = gather.size or conductor.request.num_completions_per_prompt
         call = Call(conductor.status.run, options.caller.key_id, trajectory, gather.name, size)
@@ -408,10 +416,10 @@ class OpenAIService:
         try:
             draw, member = place.row.draw, place.member if trajectory == BY_IDS else 0
             seed = derive("trajectory", conductor.seed, draw, trajectory, member, place.turn)
-            sampling = replace(ask.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
+            sampling = replace(request.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
             # A draw of its own, because calls of a group may be sampled at the same time.
             sample_request = GroupSampleRequest(
-                next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns
+                next(self._draws), request.prompts[0], 1, sampling, columns=request.columns
             )
             (sampled,) = await self._sample_all(work, [sample_request])
             (choice,) = await self._write_choices(work, sampled.group.rollouts)
@@ -426,9 +434,9 @@ class OpenAIService:
 
     async def _place_of_call(self, work: _Work, call: Call) -> Place:
         """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
-        ask, conductor, lease = work.ask, work.conductor, work.options.lease
+        request, conductor, lease = work.request, work.conductor, work.options.lease
         oldest = conductor.status.step - conductor.request.staleness
-        name = call.group or f"same:{ask.hash_with(call.size)}"
+        name = call.group or f"same:{request.hash_with(call.size)}"
         gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
         existing_place = await self._ledger.do(trajectories.place_if_begun, call, lease)
         if existing_place is not None:
@@ -441,7 +449,7 @@ class OpenAIService:
                 return place
             wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
             async with conductor.admission.admit((None,), wait, call.key_id) as (draw,):
-                status, prompt = conductor.status, ask.prompts[0]
+                status, prompt = conductor.status, request.prompts[0]
                 assert not isinstance(prompt, tuple), "refused by parse_request"
                 new = NewTrajectoryGroup(
                     f"g-{secrets.token_hex(10)}",
@@ -479,29 +487,29 @@ class OpenAIService:
         self, work: _Work, sample_requests: Sequence[GroupSampleRequest]
     ) -> list[Sampled]:
         """Sample these requests; meanwhile `progress` gives access to the texts of the members that the answer has."""
-        ask, conductor, progress, engine = (
-            work.ask,
+        request, conductor, progress, engine = (
+            work.request,
             work.conductor,
             work.progress,
             work.conductor.engine,
         )
         progress.draws, progress.n = (
             tuple(sample_request.draw for sample_request in sample_requests),
-            ask.n,
+            request.n,
         )
         progress.engine = engine
         samples = await self._host.await_engine(
             gather_all(
-                naming_field(engine.sample(sample_request), ask.field_names)
+                naming_field(engine.sample(sample_request), request.field_names)
                 for sample_request in sample_requests
             ),
             conductor,
         )
         progress.engine = None
         steps = {sample.step for sample in samples}
-        if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
+        if request.model != LATEST and steps != {int(request.model.rpartition("@")[2])}:
             # A step changed the policy before the prompts were sampled.
-            raise self._unknown_model(ask.model)
+            raise self._unknown_model(request.model)
         if len(steps) > 1:
             raise Refusal(
                 "engine_recovering",
@@ -514,15 +522,15 @@ class OpenAIService:
         self, work: _Work, rollouts: Sequence[Rollout], sampled: Sampled | None = None
     ) -> list[CompletionChoice]:
         """The choices of the answer; `sampled` has what is not stored: alternatives, and the prompt's log-probabilities."""
-        ask, conductor = work.ask, work.conductor
+        request, conductor = work.request, work.conductor
         details: Sequence[TokenDetails | None] = [None] * len(rollouts)
         best: Sequence[Sequence[TopLogprobs] | None] = [None] * len(rollouts)
         echo, prompt_logprobs = "", None
-        if sampled is not None and ask.alternatives:
+        if sampled is not None and request.alternatives:
             best = sampled.top_logprobs or [()] * len(rollouts)
-        if sampled is not None and ask.echo:
+        if sampled is not None and request.echo:
             echo, prompt_logprobs = str(sampled.group.example.prompt), sampled.prompt_logprobs
-        if ask.logprobs:
+        if request.logprobs:
             token_texts = conductor.engine.token_texts
             requests = (
                 describe_tokens(rollout, tops, prompt_logprobs, token_texts)
@@ -530,7 +538,7 @@ class OpenAIService:
             )
             details = await self._host.await_engine(gather_all(requests), conductor)
         return [
-            write_completion(rollout, ask, described, echo)
+            write_completion(rollout, request, described, echo)
             for rollout, described in zip(rollouts, details, strict=True)
         ]
 
@@ -550,11 +558,11 @@ def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]
     return deltas
 
 
-def texts_after_prompts(ask: GenerationRequest, texts: list[str]) -> list[str]:
+def texts_after_prompts(request: GenerationRequest, texts: list[str]) -> list[str]:
     """The texts of a stream with `echo`; none before the end if prompts are token ids, because only the result has their text."""
-    if not ask.echo or not texts:
+    if not request.echo or not texts:
         return texts
-    prompts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
-    if len(prompts) < len(ask.prompts):
+    prompts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    if len(prompts) < len(request.prompts):
         return []
-    return [prompts[index // ask.n] + text for index, text in enumerate(texts)]
+    return [prompts[index // request.n] + text for index, text in enumerate(texts)]

@@ -124,7 +124,7 @@ class Files:
         return FolderAnswer(files=[FileFacts(path=target.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
-        """Delete a folder; a missing one is no error."""
+        """Delete a folder; a missing one is not an error."""
         shutil.rmtree(self.path_in_root(path), ignore_errors=True)
 
     def remove(self) -> None:

@@ -308,7 +308,7 @@ class PartsService:
             gone = self._gone[id]
             return Refusal(
                 gone.code,
-                f"The parts {id} are no more: {gone.why.rstrip('.')}. What their loop has on its own disk stands; with "
+                f"The parts {id} no longer exist: {gone.why.rstrip('.')}. What their loop has on its own disk remains; with "
                 "--resume a training continues from its last checkpoint.",
             )
         return Refusal(

@@ -52,7 +52,7 @@ class Serving(Shared):
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """Convert a full disk, and the ledger of a server that is shutting down, to refusals: they are no errors of the server's code."""
+        """Convert a full disk, and the ledger of a server that is shutting down, to refusals: they are not errors in the server's code."""
         if isinstance(error, LedgerClosed):
             return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         if not isinstance(error, DiskFull):

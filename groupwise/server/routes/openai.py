@@ -99,7 +99,7 @@ ModelName = Annotated[
 
 async def with_retry_key(
     service: OpenAIService,
-    ask: GenerationRequest,
+    request: GenerationRequest,
     body: BaseModel,
     storage: StorageHeaders,
     context: RequestContext,
@@ -108,12 +108,12 @@ async def with_retry_key(
     Idempotency-Key.
     """
     caller, in_flight = context.caller, context.serving.in_flight
-    if not ask.store or caller.answer_key is not None:
+    if not request.store or caller.answer_key is not None:
         return context
     key = AnswerKey(BY_BODY, new_idempotency_key(), storage.hash_with(body), storage.retries)
     if storage.retries:
         claim = partial(service.claim_answer, caller)
-        shared = not ask.names_trajectory
+        shared = not request.names_trajectory
         repeated = await in_flight.key_for(caller, key, claim, lost_only=shared)
         key = replace(key, key=repeated or key.key)
     context.facts.note_delivery = partial(in_flight.note_delivery, caller, key)
@@ -127,19 +127,19 @@ async def _completion_response(
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = await service.with_template(parse_request(body, storage))
-    context = await with_retry_key(service, ask, body, storage, context)
+    request = await service.with_template(parse_request(body, storage))
+    context = await with_retry_key(service, request, body, storage, context)
     if body.stream:
         encoder = partial(
             StreamEncoder, kind, body.model, int(time.time()), usage=body.includes_usage
         )
-        stream = partial(service.stream, ask, context.caller)
-        return StreamedResponse(context, stream, encoder, len(ask.prompts) * ask.n)
+        stream = partial(service.stream, request, context.caller)
+        return StreamedResponse(context, stream, encoder, len(request.prompts) * request.n)
 
     def render(completed: Completed) -> StoredResponse:
         return StoredResponse(200, full_response(kind, completed).model_dump_json().encode())
 
-    return await context.run_idempotent(lambda: service.answer(ask, context.caller, render))
+    return await context.run_idempotent(lambda: service.answer(request, context.caller, render))
 
 
 class Encoder(Protocol):

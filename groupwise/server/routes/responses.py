@@ -57,8 +57,8 @@ async def _create(
     if body.previous_response_id is not None:
         previous = await service.kept_response(caller, body.previous_response_id, PREVIOUS)
         messages = [*previous.messages, *messages]
-    ask = await _generation_request(service, body, messages, storage)
-    context = await with_retry_key(service, ask, body, storage, context)
+    request = await _generation_request(service, body, messages, storage)
+    context = await with_retry_key(service, request, body, storage, context)
 
     def keep(transaction: Transaction, completed: Completed) -> None:
         keep_response(transaction, caller, kept_response(body, messages, completed))
@@ -69,21 +69,23 @@ async def _create(
 
     also = keep if body.is_kept else None
     if body.stream:
-        stream = partial(service.stream, ask, context.caller, also=also)
+        stream = partial(service.stream, request, context.caller, also=also)
         encoder = partial(ResponseEncoder, body, time.time())
         return StreamedResponse(context, stream, encoder, 1)
-    return await context.run_idempotent(lambda: service.answer(ask, context.caller, render, also))
+    return await context.run_idempotent(
+        lambda: service.answer(request, context.caller, render, also)
+    )
 
 
 async def _generation_request(
     service: OpenAIService, body: ResponsesRequest, messages: Messages, storage: StorageHeaders
 ) -> GenerationRequest:
     try:
-        ask = await service.with_template(parse_request(chat_request(body, messages), storage))
+        request = await service.with_template(parse_request(chat_request(body, messages), storage))
     except Refusal as refusal:
         raise in_own_names(refusal) from None
-    field_names = {name: own_name(field) for name, field in ask.field_names.items()}
-    return replace(ask, field_names=field_names)
+    field_names = {name: own_name(field) for name, field in request.field_names.items()}
+    return replace(request, field_names=field_names)
 
 
 def response_routes(service: OpenAIService) -> tuple[Route, ...]:

@@ -16,8 +16,9 @@ from typing import Any
 from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.training import NO_TEACHER, TINY, StartRequest
+from groupwise.api.schemas.training import NO_TEACHER, StartRequest
 from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
+from groupwise.core.types import TINY
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.runs import find

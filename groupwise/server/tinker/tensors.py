@@ -119,7 +119,7 @@ def places_of(listed: Sparse, length: int, width: int, where: str) -> list[int]:
     )
     if not fits or len({*places}) < len(places):
         raise UsageError(
-            f"{where} is no sparse tensor of the shape {[length, width]}: it needs {length + 1} row starts that rise from 0 to the "
+            f"{where} is not a sparse tensor of the shape {[length, width]}: it needs {length + 1} row starts that rise from 0 to the "
             "number of values, and a column for each value, none twice in a row."
         )
     return places

@@ -82,7 +82,7 @@ class ForwardRequest:
 
 
 def read(body: bytes) -> ForwardRequest:
-    """Parse a body. UsageError if it is no such message, and therefore has no number."""
+    """Parse a body. UsageError if it is not such a message, and so has no number."""
     message = parse_forward_backward(body)
     try:
         forward = forward_of(message)

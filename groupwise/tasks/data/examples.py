@@ -114,7 +114,7 @@ def _check_columns(index: int, row: Any, where: str, expected: str) -> dict[str,
             if not text.isascii() and (safe_text := printable(text)) != text:
                 location = f"{where}: row {number_of(mapping, index)}, column `{name}`"
                 raise TaskError(
-                    f"{location}: the text {safe_text[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
+                    f"{location}: the text {safe_text[:60]!r} holds half of a surrogate pair, which is not a character. It comes from "
                     'cutting text in UTF-16 or from a broken escape; fix it with text.encode("utf-16", '
                     '"surrogatepass").decode("utf-16", "replace").'
                 )

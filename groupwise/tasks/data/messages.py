@@ -160,7 +160,7 @@ def _tool_calls(message: dict[str, Any]) -> list[Any]:
     if not calls:
         return []
     if not isinstance(calls, list):
-        raise Unusable("the tool calls of a message are no list")
+        raise Unusable("the tool calls of a message are not a list")
     return [with_arguments(call) for call in cast("list[Any]", calls)]
 
 
@@ -240,7 +240,7 @@ def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) 
 
 
 def begun_words(prompt: Sequence[Message], completion: Sequence[Message]) -> str | None:
-    """The assistant's words at the end of a prompt that `said` continues; None if `said` is no such answer, or they end in a call."""
+    """The assistant's words at the end of a prompt that `said` continues; None if there are none, or they end in a call."""
     if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
         return None
     return (

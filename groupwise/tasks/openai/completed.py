@@ -74,17 +74,21 @@ class Completed:
 
 
 def write_completion(
-    rollout: Rollout, ask: GenerationRequest, details: TokenDetails | None, echo: str = ""
+    rollout: Rollout, request: GenerationRequest, details: TokenDetails | None, echo: str = ""
 ) -> CompletionChoice:
     """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested. `echo` goes before its text."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
-    text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
+    text, calls = cut_at_stop(rollout.completion, request.stops), list[ToolCall]()
     finish_reason: FinishReason = rollout.finish_reason or "length"
-    if ask.read_calls != "none":
-        text, calls = split_calls(text, ask.call_format, ask.offered_tools, ask.callable_names)
-        if calls and not (finish_reason == "length" and ends_within_call(text, ask.call_format)):
+    if request.read_calls != "none":
+        text, calls = split_calls(
+            text, request.call_format, request.offered_tools, request.callable_names
+        )
+        if calls and not (
+            finish_reason == "length" and ends_within_call(text, request.call_format)
+        ):
             finish_reason = "tool_calls"
     return CompletionChoice(
         text=echo + text,
@@ -92,16 +96,16 @@ def write_completion(
         logprobs=tuple(logprobs),
         finish_reason=finish_reason,
         details=details,
-        calls=tuple(calls[:1] if ask.read_calls == "first" else calls),
-        prompt_ids=rollout.prompt_ids if ask.return_token_ids else None,
+        calls=tuple(calls[:1] if request.read_calls == "first" else calls),
+        prompt_ids=rollout.prompt_ids if request.return_token_ids else None,
     )
 
 
-def streamable_text(text: str, ask: GenerationRequest) -> str:
+def streamable_text(text: str, request: GenerationRequest) -> str:
     """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
-    if ask.read_calls == "none":
-        return streamable_prefix(text, ask.stops)
-    return streamable_before_calls(text, ask.stops, ask.call_format, ask.offered_tools)
+    if request.read_calls == "none":
+        return streamable_prefix(text, request.stops)
+    return streamable_before_calls(text, request.stops, request.call_format, request.offered_tools)
 
 
 async def describe_tokens(

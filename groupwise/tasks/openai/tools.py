@@ -143,7 +143,7 @@ def _schema_problem(schema_text: str) -> str | None:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        return f"is no valid JSON schema: {error.message[:200]}"
+        return f"is not a valid JSON schema: {error.message[:200]}"
     return None
 
 

@@ -186,7 +186,7 @@ def _parse_tests(text: str) -> ast.Module:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BrokenTests(f"the tests are no Python: {error}") from error
+        raise BrokenTests(f"the tests are not Python: {error}") from error
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and any(
             "TestCase" in ast.unparse(base) for base in statement.bases

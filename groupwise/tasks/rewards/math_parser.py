@@ -392,7 +392,7 @@ class _Parser:
         if unit and not can_follow_number(
             unit, self._unit_words, scale == 1 and _at_most_one(quantity)
         ):
-            raise ParseError(f"{unit!r} is no unit")
+            raise ParseError(f"{unit!r} is not a unit")
         if scale != 1:
             quantity = Node("*", (quantity, number_node(scale)))
         if percent:
@@ -473,7 +473,7 @@ class _Parser:
         plain_words = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
         of_rate = not upright and len(words) == 1 and (is_later or self._next_is("/"))
         if not is_unit(plain_words, upright or of_rate, is_later):
-            raise ParseError(f"{words!r} is no unit")
+            raise ParseError(f"{words!r} is not a unit")
         return inner
 
     def _whole_exponent(self) -> str:

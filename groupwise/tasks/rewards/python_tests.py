@@ -223,7 +223,7 @@ class RowTests:
             case _:
                 tests = value
         if not isinstance(tests, str | list | Mapping):
-            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
+            raise ValueError(f"has `{name}` that are not text: {tests!r:.80}")
         if _are_cases(tests) or (name in FORMS_OF_CASES and not _are_asserts(tests)):
             cases: Any = cast("Any", [tests] if _is_one_case(tests) else tests)
             if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
@@ -241,7 +241,7 @@ class RowTests:
             )
         test_list: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
         if not all(isinstance(test, str) and test.strip() for test in test_list):
-            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
+            raise ValueError(f"has `{name}` that are not text: {tests!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
         prepared = _setup_code(row) if name == "test_list" else []
@@ -297,7 +297,7 @@ def _call_test(name: str, inputs: Any, right: Sequence[Any]) -> str:
             repr(json.loads(json.dumps(value, allow_nan=False))) for value in (inputs, right)
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"has values for {name} that are no JSON: {error}") from error
+        raise ValueError(f"has values for {name} that are not JSON: {error}") from error
     return (
         f"_answer_ = {name}(*{arguments})\n"  # not a built-in name: the function may be named like one
         f"assert ([*_answer_] if _answer_.__class__ is ().__class__ else _answer_) in {results}"
@@ -366,7 +366,7 @@ def _case_list(cases: Any) -> list[Any]:
         shared = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
         return [{"input": argument, "output": expected, **shared} for argument, expected in pairs]
     if not isinstance(cases, list):
-        raise ValueError(f"has test cases that are no list: {cases!r:.80}")
+        raise ValueError(f"has test cases that are not a list: {cases!r:.80}")
     return cast("list[Any]", cases)
 
 
@@ -553,7 +553,9 @@ def _parse_arguments(text: str) -> list[Any]:
     try:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ValueError(f"has the input {text!r:.80}, whose lines are no JSON: {error}") from error
+        raise ValueError(
+            f"has the input {text!r:.80}, whose lines are not JSON: {error}"
+        ) from error
 
 
 def _parse_result(expected: Any) -> Any:

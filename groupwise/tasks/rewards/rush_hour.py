@@ -355,7 +355,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
     for form, moves in read.items():
         if moves is None:
             raise ValueError(
-                f"the gold solution {form!r:.60} is no list of moves such as `B^1,A>2`"
+                f"the gold solution {form!r:.60} is not a list of moves such as `B^1,A>2`"
             )
     return tuple(merge_steps(moves) for moves in read.values() if moves is not None)
 

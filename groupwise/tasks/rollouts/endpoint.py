@@ -130,22 +130,7 @@ class PolicyCalls:
     async def _complete(
         self, generation_request: GenerationRequest, session: str | None
     ) -> Completed:
-        if generation_request.n > 1:
-            raise field_refusal("n", f"is {generation_request.n}; ask for one completion at a time")
-        if len(generation_request.prompts) > 1:
-            raise field_refusal(
-                "prompt", f"has {len(generation_request.prompts)} texts; ask one by one"
-            )
-        if generation_request.sampling.processing is not None:
-            changed = (
-                "tools" if generation_request.sampling.processing.tool_calls else "response_format"
-            )
-            raise field_refusal(
-                generation_request.field_names[
-                    "tool_calls" if changed == "tools" else "json_schema"
-                ],
-                "would force what is drawn, which cannot be trained on; leave it to the model",
-            )
+        _refuse_untrainable(generation_request)
         if self._begun == self._max_turns:
             self.cut_by = "turns"
             raise field_refusal(
@@ -431,6 +416,19 @@ class PolicyEndpoint:
             return kind.model_validate({**taken, "model": MODEL})
         except ValidationError as error:
             raise Refusal.of_fields(error, kind) from None
+
+
+def _refuse_untrainable(request: GenerationRequest) -> None:
+    """Refuse several completions or prompts at once, and fields that force what is drawn."""
+    if request.n > 1:
+        raise field_refusal("n", f"is {request.n}; ask for one completion at a time")
+    if len(request.prompts) > 1:
+        raise field_refusal("prompt", f"has {len(request.prompts)} texts; ask one by one")
+    if (processing := request.sampling.processing) is not None:
+        raise field_refusal(
+            request.field_names["tool_calls" if processing.tool_calls else "json_schema"],
+            "would force what is drawn, which cannot be trained on; leave it to the model",
+        )
 
 
 def _template(tokenizer: Any) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.algorithms.registry import make
 from groupwise.core.accelerators import NVIDIA
 from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.types import TINY
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
@@ -44,7 +45,7 @@ def expect_ranks(config: AnyConfig) -> None:
     several = (
         most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0
     )
-    if torch_alone and config.model.name != "tiny" and not NVIDIA.exists() and several:
+    if torch_alone and config.model.name != TINY and not NVIDIA.exists() and several:
         prefork.start_zygote()
     else:
         prefork.end_zygote()

@@ -104,7 +104,7 @@ class EarlyStop(Callback):
             if self.not_better >= self.patience:
                 observed = counted(self.not_better, self.observe.removesuffix("s"))
                 if self.best is None:
-                    reason = f"{self.metric} was no finite number in {observed}"
+                    reason = f"{self.metric} was not a finite number in {observed}"
                 else:
                     direction, verb = (
                         ("above", "risen") if self.mode == "max" else ("below", "fallen")

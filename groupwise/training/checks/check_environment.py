@@ -232,7 +232,7 @@ async def play(
         for draw, example in enumerate(spread(examples, ROWS)):
             if time.perf_counter() - started_at > BUDGET:
                 break
-            ask = RolloutRequest(
+            request = RolloutRequest(
                 draw=draw,
                 example=example,
                 prompt_ids=first_ids(tokenizer, example.prompt, tools, example.columns),
@@ -240,7 +240,9 @@ async def play(
                 seed=lambda member, turn: max(turn, 0) * len(PLAYERS) + member,
                 params=params,
             )
-            group = await rollouts.sample(cast("Sampler", ScriptedSampler(tokenizer, example)), ask)
+            group = await rollouts.sample(
+                cast("Sampler", ScriptedSampler(tokenizer, example)), request
+            )
             games += [Game(PLAYERS[rollout.member][0], rollout) for rollout in group.rollouts]
     finally:
         await rollouts.close()

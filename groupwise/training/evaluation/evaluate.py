@@ -345,7 +345,7 @@ async def _sample_group(
 ) -> Group:
     """Sample all answers to one prompt. Their seeds depend only on prompt and sample, not on the time of the evaluation."""
     rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
-    ask = RolloutRequest(
+    request = RolloutRequest(
         draw=index,
         example=held_out_set.prompts.examples[index],
         prompt_ids=held_out_set.prompts.prompts[index],
@@ -353,7 +353,7 @@ async def _sample_group(
         seed=partial(evaluation_seed, held_out_set.seed, index),
         params=held_out_set.params,
     )
-    return as_seen(tokenizer, await rollouts.sample(sampler, ask))
+    return as_seen(tokenizer, await rollouts.sample(sampler, request))
 
 
 def evaluate(

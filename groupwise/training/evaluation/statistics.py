@@ -124,7 +124,7 @@ def majority(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
     """1 or 0 if the most frequent answer is right or wrong; the mean over the tied answers if there is a tie.
 
     That mean is the expected result of breaking the tie at random. An answer is as right as the samples that gave it, on average (a reward
-    may judge more than the answer). None is no answer and no vote; without votes, the result is 0.
+    may judge more than the answer). None means no answer, and does not vote; without votes, the result is 0.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

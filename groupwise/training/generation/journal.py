@@ -96,8 +96,8 @@ class Answers:
                 self.add(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise StoreError(
-                    f"{path}, line {number} is no answer: {error!r}. Something else has changed the file; remove that line, and what it "
-                    "held will be asked again."
+                    f"{path}, line {number} is not an answer: {error!r}. Something else has changed the file; remove that line, and "
+                    "what it held will be asked again."
                 ) from error
         return len(complete_data)
 

@@ -43,7 +43,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
             origin="replay",
             again=choice.again,
         )
-    ask = RolloutRequest(
+    request = RolloutRequest(
         draw=draw,
         example=example,
         prompt_ids=prompt,
@@ -52,7 +52,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
         params=run.params_at(step),
     )
     policy = run.serving
-    group = replace(await run.rollouts.sample(run.sampler, ask), origin=choice.origin)
+    group = replace(await run.rollouts.sample(run.sampler, request), origin=choice.origin)
     check_served(policy, group)
     return as_seen(run.tokenizer, group)
 

@@ -15,6 +15,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import CallbackError, GroupwiseError, StoreError, UsageError
 from groupwise.core.interruption import Interrupted
 from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.terminal.quantities import counted
 from groupwise.engine.models.artefact import CARD
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.runs import find
@@ -85,11 +86,12 @@ def ended_early(run: Training) -> dict[str, Any]:
 
 
 async def end(
-    run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
+    run: Training, state: Literal["finished", "stopped", "interrupted"], summary: dict[str, Any]
 ) -> dict[str, Any]:
     """Record the end of the run and announce it to callbacks and viewers. Returns the summary with the state.
 
-    Before that, the final weights of a finished run get their model card and are uploaded if `run.hub` is set.
+    Before that, the final weights of a finished run get their model card and are uploaded if `run.hub` is set. Only a client of a training
+    server stops a run.
     """
     if state == "finished":
         step = run.folder.store.get_meta()[FINAL_STEP]
@@ -115,6 +117,8 @@ async def end(
     run.folder.finish(state, summary)
     if state == "finished":
         logger.info("finished after %d steps", run.step)
+    elif state == "stopped":
+        run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
     else:
         run.say(f"interrupted after {run.step} steps; the same command with --resume continues")
     return {**summary, "state": state}

@@ -207,7 +207,7 @@ async def test_a_judge_and_a_simulated_user_of_verifiers_0_4():
 
 
 @pytest.mark.timeout(400)
-def test_it_trains_goes_on_and_is_evaluated(
+def test_it_trains_continues_and_is_evaluated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     small = [

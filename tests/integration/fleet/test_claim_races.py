@@ -269,7 +269,7 @@ def waits(database: Database, lock: str) -> bool:
 # --- claims that do not see each other ------------------------------------------------------------
 
 
-def test_a_gpu_that_somebody_took_between_plan_and_booking(
+def test_a_gpu_taken_between_plan_and_booking_is_not_booked_twice(
     database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_machine(database, "vm-1", 1)

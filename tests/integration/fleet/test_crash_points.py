@@ -36,7 +36,9 @@ Effect = tuple[str, int]
 """Name, and which of that name."""
 BESIDE = ("lease.", "job.admit", "host.wait", "host.observe", "stray.", "vm.")
 """What a dispatcher does all the time, whatever becomes of an attempt."""
-LOOKS = frozenset({"host.status", "host.log", "host.manifest", "host.release", "host.missing"})
+READING_REQUESTS = frozenset(
+    {"host.status", "host.log", "host.manifest", "host.release", "host.missing"}
+)
 AGAIN: Effect = ("attempt.launching", 2)
 VARYING = frozenset(
     "job.claim job.mark host.status host.log host.release host.kill attempt.record attempt.leaking "
@@ -235,7 +237,11 @@ class Counting:
 def points(seen: Sequence[Effect], side: Side) -> list[Effect]:
     """Where to die: everywhere until a second attempt begins, which is like the first. Beside a look at something one side is enough."""
     until = seen.index(AGAIN) + 1 if AGAIN in seen else len(seen)
-    return [effect for effect in seen[:until] if side is Side.BEFORE or effect[0] not in LOOKS]
+    return [
+        effect
+        for effect in seen[:until]
+        if side is Side.BEFORE or effect[0] not in READING_REQUESTS
+    ]
 
 
 class Stage:

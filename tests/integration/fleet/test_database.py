@@ -1,11 +1,11 @@
 """Transactions against a real PostgreSQL that is killed, cut off and contended for.
 
 1. What was acknowledged is there after `kill -9`; what was said not to be committed is not; what is unknown is said to be.
-2. A connection that is lost before COMMIT is no matter: the transaction is begun anew, and happens once.
+2. A connection that is lost before COMMIT does no harm: the transaction is repeated, and happens once.
 3. A connection that is lost during COMMIT raises `CommitUnknown`, whether it happened or not, and is never repeated.
 4. Deadlocks and lost races are begun anew.
 5. Time limits and flushing hold for every connection, whatever the server's defaults are.
-6. A server that only reads, as one that has become a standby does, is no place to write: connections that lead there are not kept.
+6. A server that only reads, as one that has become a standby does, cannot be written to: connections that lead there are not kept.
 """
 
 import itertools
@@ -268,7 +268,7 @@ def test_a_standby_is_waited_for_until_it_takes_writes(ready_url: str, postgres:
 # --- contended for --------------------------------------------------------------------------------
 
 
-def test_deadlocks_are_begun_anew(database: Database) -> None:
+def test_transactions_are_repeated_after_a_deadlock(database: Database) -> None:
     database.run(lambda s: s.add_all([Cursor(name="a"), Cursor(name="b")]))
     both_hold_one = threading.Barrier(2)
     calls: list[str] = []

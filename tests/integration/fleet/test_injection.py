@@ -136,12 +136,12 @@ def seen(fleet: WholeFleet, job_id: str) -> tuple[list[str], dict[str, str], dic
     [attempt] = fleet.attempts(job_id)
     folder = artefact_folder(fleet.place.artefacts, job_id, attempt.epoch)
     found = json.loads((folder / "outputs/seen.json").read_text())
-    variables = {told(name): told(value) for name, value in found["environment"].items()}
-    files = {told(path): digest for path, digest in found["files"].items()}
-    return [told(word) for word in found["argv"]], variables, files
+    variables = {decoded(name): decoded(value) for name, value in found["environment"].items()}
+    files = {decoded(path): digest for path, digest in found["files"].items()}
+    return [decoded(word) for word in found["argv"]], variables, files
 
 
-def told(word: str) -> str:
+def decoded(word: str) -> str:
     return os.fsdecode(bytes.fromhex(word))
 
 

@@ -57,7 +57,7 @@ def fleet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     return call
 
 
-def test_neither_is_used_before_somebody_has_looked_at_its_key(
+def test_neither_host_is_used_before_its_key_is_trusted(
     fleet: Command, gate: LoopbackHost, inner: LoopbackHost
 ) -> None:
     alias = ("--from-ssh-config", "inner")

@@ -66,7 +66,7 @@ def one_after_the_other(
     return one, other
 
 
-def test_of_two_who_add_a_machine_the_second_is_told(
+def test_the_second_of_two_concurrent_additions_of_a_machine_is_refused(
     database: Database, threads: ThreadPoolExecutor
 ) -> None:
     def add(address: str) -> Callable[[Session], Any]:

@@ -31,7 +31,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def test_a_job_goes_on_whatever_changes_in_the_row_of_its_machine(
+def test_a_job_continues_whatever_changes_in_the_row_of_its_machine(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each column that may change while a job runs, one after the other; a change by which it would be lost is refused."""

@@ -158,7 +158,7 @@ def test_another_dispatcher_finishes_what_one_had_begun(pair: DispatcherPair, po
     ("host.launch:before", "running"), ("host.launch:before", "cancelled"), pytest.param("host.launch:before", "completed", marks=SOAK),
     pytest.param("host.launch:after", "completed", marks=SOAK),
 ])  # fmt: skip
-def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
+def test_a_dispatcher_that_slept_through_its_lease_starts_nothing_twice(
     pair: DispatcherPair, point: str, meanwhile: str
 ) -> None:
     """It wakes up while another one has its job, or once that is over."""

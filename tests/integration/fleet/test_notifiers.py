@@ -63,7 +63,7 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 
 class TestNats:
-    async def test_a_publication_is_a_plain_one(self, server, notifier):
+    async def test_publications_work_with_any_publisher_and_subscriber(self, server, notifier):
         """It hears any publisher, in each form of a message. Any subscriber hears it, even if it is closed at once."""
         for message in (b"job-1", b'{"job_id": "job-1"}', b'["job-1"]', b'"job-1"'):
             server.publish("jobs.new", message)
@@ -107,7 +107,9 @@ class TestNats:
         assert len(caplog.records) == 6
         assert nats.TOKEN not in caplog.text
 
-    async def test_absent_at_first_it_holds_nobody_up_and_is_told_later(self, absent, caplog):
+    async def test_a_server_that_is_absent_at_first_delays_nothing_and_is_logged_once(
+        self, absent, caplog
+    ):
         caplog.set_level(logging.INFO)
         notifier = NatsNotifier(access(absent))
         notifier.notify(["a"])
@@ -176,7 +178,7 @@ async def notifiers(database: Postgres) -> AsyncIterator[Callable[[int], list[Po
 
 
 class TestPostgres:
-    async def test_one_rings_and_all_hear(self, database, notifiers):
+    async def test_a_notification_reaches_all_listeners(self, database, notifiers):
         ringer, first, second = notifiers(3)
         for notifier in (first, second):
             await listening(notifier)

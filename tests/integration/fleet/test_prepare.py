@@ -30,7 +30,9 @@ async def place(machine: LoopbackHost, tmp_path: Path) -> AsyncIterator[Place]:
     await host.close()
 
 
-async def test_a_build_that_was_killed_or_took_too_long_there_is_begun_anew(place: Place) -> None:
+async def test_a_build_that_was_killed_or_took_too_long_there_is_started_again(
+    place: Place,
+) -> None:
     mark = place.desk.folder / "installing"
     place.desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
     first = asyncio.create_task(place.prepare())

@@ -22,7 +22,9 @@ from groupwise.jobs.hosts.spec import JobSpec
 from tests.processes import TIMEOUT_S, is_gone
 from tests.runner_machine import Machine
 
-WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
+WAITING_SCRIPT = (
+    "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
+)
 FOR_EVER = "while :; do sleep 0.1; done"
 
 Release = Callable[[int], Runner]
@@ -63,7 +65,7 @@ def job(name: str, script: str) -> Launch:
 
 async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner]) -> None:
     """One launches, the other does all the rest."""
-    waits = job("waits", WAITS)
+    waits = job("waits", WAITING_SCRIPT)
     await comes_to(first, await first.launch(waits), RunnerState.RUNNING)
     endless = await comes_to(
         first, await first.launch(job("endless", FOR_EVER)), RunnerState.RUNNING

@@ -30,7 +30,7 @@ def a_backup(url: str) -> Generator[psycopg.Connection]:
 
 
 @pytest.mark.usefixtures("other_rules")
-def test_a_migration_that_a_backup_holds_up_holds_up_nobody(ready_url: str) -> None:
+def test_a_migration_that_waits_for_a_backup_blocks_no_other_session(ready_url: str) -> None:
     naps: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -153,7 +153,7 @@ def expect_known_to_nobody_else(fleet: WholeFleet, jobs: list[str]) -> None:
 
 
 @pytest.fixture
-def said(fleet: WholeFleet) -> Iterator[list[tuple[str, bytes]]]:
+def nats_messages(fleet: WholeFleet) -> Iterator[list[tuple[str, bytes]]]:
     """Every message that NATS carries meanwhile."""
     heard: list[tuple[str, bytes]] = []
     with hearing(fleet.nats, ">", lambda subject, data: heard.append((subject, data))):
@@ -181,7 +181,9 @@ class Noted:
         return self.ask("POST", "/jobs", json=asked).json()["job_id"]
 
 
-def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[str, bytes]]) -> None:
+def test_only_the_command_has_its_secrets(
+    fleet: WholeFleet, nats_messages: list[tuple[str, bytes]]
+) -> None:
     gate = fleet.shared / "gate"
     with fleet.api() as address:
         noted, acting = (Noted(fleet, address, role) for role in ("admin", "act"))
@@ -213,12 +215,12 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
     ]
     shown = [(str(each.args), (each.stdout + each.stderr).encode()) for each in printed]
     ends = {"jobs.completed", "jobs.errored"}
-    fleet.until(lambda: {subject for subject, _ in said} >= ends, "the messages")
-    for places in (noted.answers, said, tables(fleet.url), files(fleet.folder)):
+    fleet.until(lambda: {subject for subject, _ in nats_messages} >= ends, "the messages")
+    for places in (noted.answers, nats_messages, tables(fleet.url), files(fleet.folder)):
         assert found_in(places, jobs[0]) != []  # whoever looks there finds what is there
     keys = (noted.key, acting.key)
     everything = (*ALL, *keys, *(key.rpartition("_")[2] for key in keys))
-    for places in (noted.answers, said, shown):
+    for places in (noted.answers, nats_messages, shown):
         assert found_in(places, *everything) == []
     expect_written_nowhere(fleet, *everything)
 

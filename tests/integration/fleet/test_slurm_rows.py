@@ -92,7 +92,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
     ("how", "failure", "charged"),
     [pytest.param("kill", "killed", True, marks=SOAK), ("scancel", "preemption", False)],
 )
-async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
+async def test_a_job_that_was_cancelled_by_hand_continues_from_its_checkpoint(
     fleet: Fleet, how: str, failure: str, charged: bool
 ) -> None:
     fleet.add("slurm", {"name": "slurm"})

@@ -39,7 +39,7 @@ def marker(host: ssh_hosts.Host) -> Path:
     return path
 
 
-async def told(host: SshHost) -> None:
+async def check_answers(host: SshHost) -> None:
     """It answers."""
     assert (await ask(host, "echo")).body["ok"] is True
 
@@ -68,7 +68,7 @@ def machine(plain_machines: list[LoopbackHost]) -> LoopbackHost:
     return plain_machines[0]
 
 
-async def test_another_key_than_the_pinned_one_stops_everything(
+async def test_a_host_key_other_than_the_pinned_one_prevents_login(
     plain_machines: list[LoopbackHost],
 ) -> None:
     one, other = plain_machines
@@ -89,7 +89,7 @@ async def test_another_key_than_the_pinned_one_stops_everything(
 
 async def test_a_key_that_changed_is_found_at_the_next_connection(machine: LoopbackHost) -> None:
     host = host_of(machine)
-    await told(host)
+    await check_answers(host)
     before = machine.host_key
     machine.new_host_key()
     machine.restart()
@@ -127,7 +127,7 @@ HEADER = f"GROUPWISE-ANSWER 1 {{}} {'a' * 64} 0"
     (f"echo {HEADER.format('9' * 12)}; yes", "announces"), (f"echo {HEADER.format(1000)}; yes", "hash"),
     (f"echo {HEADER.format(1000)}; echo x", "ended"), ("kill -9 $PPID", "ended"),
 ])  # fmt: skip
-async def test_a_machine_that_lies_holds_nobody_and_fills_no_memory(
+async def test_a_hostile_machine_cannot_block_callers_or_fill_memory(
     machine: LoopbackHost, says: str, told: str
 ) -> None:
     enter = machine.folder / "enter"
@@ -156,7 +156,7 @@ async def test_the_users_ssh_config_is_not_read(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no-agent"))
     host = host_of(machine)
-    await told(host)
+    await check_answers(host)
     await host.close()
     await refusal(host_of(machine, host_key=None))
     assert not trap.exists()
@@ -211,7 +211,7 @@ async def test_through_a_jump_host_that_shows_its_own_key(
 ) -> None:
     gate, inner = plain_machines
     host = SshHost(inner.login, jump=gate.login)
-    await told(host)
+    await check_answers(host)
     assert f"from {gate.address}" in inner.log() or "from 127.0.0.1" in inner.log()
     await host.close()
     assert str(await read_host_key(inner.address, inner.port, jump=gate.login)) == inner.host_key
@@ -265,7 +265,7 @@ SHELLS: dict[tuple[str, str], str] = {
 """What the first call meets, by login shell and what stands in its start-up files; empty: its answer."""
 
 
-async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_told(
+async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_reported(
     full: FullHost,
 ) -> None:
     """Nothing was sent, or run: nothing of a job is left in doubt."""
@@ -290,7 +290,7 @@ async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_ca
 ) -> None:
     """The request was sent, and READY may be lost with the answer. The next call waits for READY, and is certain. On a busy machine the
     shell may have ended before the request was sent, and then the first call is certain, too."""
-    await told(way)
+    await check_answers(way)
     full.login_shell(BASH, "exit 0\n")
     mark = marker(full)
     with pytest.raises((OutcomeUnknown, HostUnreachable), match="status 0"):
@@ -299,7 +299,7 @@ async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_ca
         await quick(way, "echo", timeout=20, mark=str(mark))
     assert not mark.read_text()
     full.login_shell(BASH)
-    await told(way)
+    await check_answers(way)
 
 
 WAYS = ("partition", "half_open", "reset", "power_loss")
@@ -338,7 +338,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
 ) -> None:
     """One that is doubted is not waited for."""
     host = SshHost(full.login, timeouts=SshTimeouts(connect=2.0, keepalive=1000.0))
-    await told(host)
+    await check_answers(host)
     if doubted:
         mark = marker(full)
         call = asyncio.create_task(ask(host, "sleep", seconds=1000.0, mark=str(mark)))
@@ -355,7 +355,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
         host.note_restart()
         with pytest.raises(OutcomeUnknown, match="restarted"):
             await call
-    await told(host)
+    await check_answers(host)
     assert logins(full) == before + 1
     await host.close()
 

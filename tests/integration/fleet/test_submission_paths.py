@@ -187,7 +187,7 @@ def fleet(
 
 
 @pytest.fixture
-def told(fleet: WholeFleet) -> Iterator[dict[str, dict[str, Any]]]:
+def completion_messages(fleet: WholeFleet) -> Iterator[dict[str, dict[str, Any]]]:
     """What is said on `jobs.completed`, by job."""
     heard: dict[str, dict[str, Any]] = {}
 
@@ -332,7 +332,7 @@ def commands(fleet: WholeFleet, jobs: dict[str, str]) -> set[tuple[str, ...]]:
     indirect=["fleet"],
 )
 def test_five_entrances_and_lost_machines(
-    fleet: WholeFleet, told: dict[str, dict[str, Any]], lost: int
+    fleet: WholeFleet, completion_messages: dict[str, dict[str, Any]], lost: int
 ) -> None:
     seed = int(os.environ.get("GROUPWISE_TEST_SEED") or random.randrange(1000))
     print(f"GROUPWISE_TEST_SEED={seed}")
@@ -349,7 +349,7 @@ def test_five_entrances_and_lost_machines(
         if lost == len(ENTRANCES):
             jobs["undisturbed"] = ways.row("undisturbed")
         for job_id in jobs.values():
-            check_end(fleet, job_id, told)
+            check_end(fleet, job_id, completion_messages)
     undisturbed = [job for name, job in jobs.items() if name not in victims]
     reference = weights(fleet, undisturbed[0])
     for job_id in undisturbed:

@@ -52,7 +52,7 @@ def end(database: Database, name: str, status: str = "completed") -> None:
     database.run(write)
 
 
-async def heard(payloads: Iterator[bytes]) -> dict[str, Any]:
+async def next_payload(payloads: Iterator[bytes]) -> dict[str, Any]:
     async with asyncio.timeout(TIMEOUT_S):
         return json.loads(await asyncio.to_thread(next, payloads))
 
@@ -69,7 +69,7 @@ async def test_a_restart_of_the_server_loses_nothing(
         with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
             end(database, "a")
             end(database, "b", "failed")
-            first, second = await heard(good), await heard(bad)
+            first, second = await next_payload(good), await next_payload(bad)
         told = (first["job_id"], first["exit_code"], first["log_tail"])
         assert told == ("a", 0, ["last line of a"])
         assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
@@ -84,7 +84,7 @@ async def test_a_restart_of_the_server_loses_nothing(
         await wait_until_async(lambda: kept(database) == 3)
         with server.subscribed("jobs.*") as payloads:
             end(database, "after")
-            assert (await heard(payloads))["job_id"] == "after"
+            assert (await next_payload(payloads))["job_id"] == "after"
 
 
 STRICT = """
@@ -112,7 +112,7 @@ async def test_a_forbidden_publication_does_not_block_the_others(
         for name in "bc":
             end(database, name)
             await telling.round()
-            assert (await heard(payloads))["job_id"] == name
+            assert (await next_payload(payloads))["job_id"] == name
         assert kept(database) == 0
         assert link.trouble is not None
         assert 'publish to "jobs.errored"' in link.trouble

@@ -29,7 +29,7 @@ def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet
 
 
 @pytest.mark.soak(suite="fleet")  # two machines import torch, and begin once more
-def test_a_gang_under_torchrun_meets_and_goes_on_from_what_it_sealed(fleet: WholeFleet) -> None:
+def test_a_gang_under_torchrun_meets_and_continues_from_what_it_sealed(fleet: WholeFleet) -> None:
     job_id = fleet.submit(
         *("--machines", "2", "--gpus", "1", "--file", str(EXAMPLES / "ddp.py")),
         *("--env", "OMP_NUM_THREADS=1", "--env", "FAIL_AT=5"),

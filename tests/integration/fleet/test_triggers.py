@@ -1,4 +1,4 @@
-"""The suite of `tests/unit/jobs/fleet/store/test_triggers.py` on a real PostgreSQL; and two who write at once are no way around it."""
+"""The suite of `tests/unit/jobs/fleet/store/test_triggers.py` on a real PostgreSQL; and two writers at once cannot get around it."""
 
 import threading
 

@@ -211,7 +211,7 @@ def test_jobs_survive_a_fleet_that_is_killed_and_are_finished_once(tmp_path: Pat
 
 
 @pytest.mark.soak(suite="fleet")  # in each run `tests/unit/jobs/fleet/test_up.py` moves one
-def test_a_fleet_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
+def test_a_fleet_that_was_moved_continues_where_it_is(tmp_path: Path) -> None:
     """A job that is running knows only the old path, so it needs a link there until it ends."""
     flag, old, new = (tmp_path / name for name in ("flag", "before", "now"))
     text = f"{until_there(flag)}os.mkdir('outputs'); open('outputs/x', 'w').close()"
@@ -281,7 +281,7 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         assert fleet.end() == 0
 
 
-def test_a_folder_that_takes_nothing_is_told_in_words(
+def test_a_folder_that_takes_nothing_is_reported_in_words(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "umask", lambda mask: mask)
@@ -300,7 +300,7 @@ SMALL_DISK = 'mount -t tmpfs -o size=1m none "$0" && head -c $((1048576 - $1)) /
     "left",
     [24_576, *(pytest.param(n, marks=pytest.mark.soak(suite="fleet")) for n in (0, 65_536))],
 )
-def test_a_full_disk_is_told_in_words(left: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_words(left: int, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     of_its_own = ["unshare", "--map-root-user", "--mount"]

@@ -249,7 +249,7 @@ async def test_two_clients_at_once_start_only_one_machine(
     assert len(account.living()) == 1
 
 
-async def test_of_two_machines_for_one_attempt_one_stays(
+async def test_only_one_of_two_machines_for_an_attempt_stays(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is by which AWS was made to start both."""
@@ -292,7 +292,7 @@ class Faulty(Ec2):
 
 
 @pytest.mark.parametrize("how", ["AWS refuses", "Ctrl-C"])
-async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
+async def test_a_machine_is_terminated_if_anything_fails_before_its_job_starts(
     account: FakeAws, reach: Reach, how: str
 ) -> None:
     calls: list[str] = []
@@ -326,7 +326,7 @@ async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
         ("and AWS is silent", Unreachable, "sweep --name"),
     ],
 )
-async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
+async def test_a_machine_whose_start_was_not_acknowledged_is_found_and_terminated(
     account: FakeAws,
     client: Renter,
     monkeypatch: pytest.MonkeyPatch,
@@ -359,7 +359,7 @@ async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
 
 
 @pytest.mark.parametrize("step", ["hello", "observe", "missing", "launch"])
-async def test_whatever_the_machine_fails_at_it_is_ended(
+async def test_a_machine_that_fails_during_preparation_is_terminated(
     account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     async def fails(self: Runner, *_: Any, **__: Any) -> Any:
@@ -373,7 +373,7 @@ async def test_whatever_the_machine_fails_at_it_is_ended(
     assert (len(account.requests), account.living()) == (1, [])
 
 
-async def test_one_that_never_says_its_key_or_shows_another_is_ended(
+async def test_a_machine_without_the_expected_host_key_is_terminated(
     account: FakeAws, reach: Reach
 ) -> None:
     account.says_key = False
@@ -388,7 +388,7 @@ async def test_one_that_never_says_its_key_or_shows_another_is_ended(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
+async def test_a_machine_that_aws_does_not_list_yet_is_terminated_once_it_does(
     account: FakeAws, reach: Reach, knows: bool
 ) -> None:
     """It is consistent only after some seconds."""
@@ -446,7 +446,7 @@ async def test_a_machine_left_by_a_killed_client_is_reused_or_replaced(
 # --- gone -----------------------------------------------------------------------------------------
 
 
-async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
+async def test_a_job_whose_machine_is_gone_continues_from_what_was_fetched(
     account: FakeAws, reach: Reach, tmp_path: Path
 ) -> None:
     script = SAVES + (
@@ -555,7 +555,7 @@ def job(person: Person, text: str = MAKES) -> list[str]:
     return ["--script", "job.py"]
 
 
-def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_is_paid(
+def test_a_plan_needs_no_credentials_and_what_cannot_be_is_reported_before_anything_is_paid(
     person: Person, python: list[str], account: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, words = job(person), python[: python.index("--python")]
@@ -651,7 +651,7 @@ def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
     assert stopping.CANARY not in account.stored()
 
 
-def test_whoever_launches_is_told_to_end_while_the_machine_is_made_ready(
+def test_a_signal_during_preparation_terminates_the_machine(
     person: Person, python: list[str], account: FakeAws
 ) -> None:
     account.says_key = False

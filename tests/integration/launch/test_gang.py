@@ -40,12 +40,12 @@ from tests.ssh_hosts import LoopbackHost, loopback_hosts
 __all__ = ["name"]
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(540)]
-ONE = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
+ONE_LEARNER = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
 """Whose results those of all others are compared with."""
 LEARNERS = (*TRAINS[:-1], "model.dtype=float32", "run.threads=2", "distributed.learners=2")
 BOTH = (*LEARNERS, "run.threads=4", "distributed.samplers=2")
 """Two learners, one on each machine, and two samplers on the first."""
-TELLS = """\
+REPORT_PROGRAM = """\
 import json, os, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 told = {name: os.environ[name] for name in names}
@@ -100,7 +100,7 @@ def trained(person: Person, name: str) -> Path:
     "trains",
     [pytest.param(LEARNERS, id="learners"), pytest.param(BOTH, id="samplers too", marks=SOAK)],
 )
-def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
+def test_killed_on_the_second_machine_they_continue_to_the_same_bits(
     person: Person, way: list[str], trains: tuple[str, ...]
 ) -> None:
     """Those of two learners on one machine; with samplers of its own the training is also that of one process."""
@@ -123,7 +123,7 @@ def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
     whole, killed = (trained(person, name) for name in ("whole", "killed"))
     assert what_must_be_equal(whole) == what_must_be_equal(killed)
     if trains == BOTH:
-        person.types("local", "--name", "alone", "--no-preflight", "--", *ONE, steps)
+        person.types("local", "--name", "alone", "--no-preflight", "--", *ONE_LEARNER, steps)
         assert_close(trained(person, "alone"), whole)
 
 
@@ -153,7 +153,7 @@ def process_of(rank: int, job: str = "killed") -> int:
 def test_a_script_is_told_which_process_it_is_and_words_arrive_as_they_are(
     person: Person, way: list[str], hosts: list[LoopbackHost]
 ) -> None:
-    (person.project / "job.py").write_text(TELLS)
+    (person.project / "job.py").write_text(REPORT_PROGRAM)
     odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "--processes"]
     words = ("ssh", *way, "--nproc-per-node", "2", "--name", "odd", "--script", "job.py", *odd)
     assert "process 0" in person.types(*words).out
@@ -315,7 +315,7 @@ async def test_all_machines_begin_or_none(
         assert (await ending(each, handle)).outcome is Outcome.CANCELLED
 
 
-async def test_from_another_machine_it_goes_on_as_it_was_begun(
+async def test_from_another_machine_it_continues_as_it_was_begun(
     one: LaunchClient[GangBackend], hosts: list[LoopbackHost]
 ) -> None:
     """It meets where it did, and its machines keep their order."""
@@ -365,7 +365,7 @@ def on_both(engine: str, name: str) -> tuple[str, ...]:
 def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
     person: Person, engine: str
 ) -> None:
-    (person.project / "job.py").write_text(TELLS)
+    (person.project / "job.py").write_text(REPORT_PROGRAM)
     gpus = ("--gpus", "2") if engine == "ray" else ()
     typed = person.types(*on_both(engine, "told"), *gpus, "--script", "job.py", "two words")
     folder = person.project / "launches/told/outputs"
@@ -390,7 +390,7 @@ def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
 ) -> None:
     """On Ray: what was killed there goes on to the bits of the undisturbed training."""
     steps = "training.max_steps=6"
-    person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
+    person.types("local", "--detach", "--name", "alone", "--", *ONE_LEARNER, steps)
     person.types(*on_both(engine, "calm"), "--", *BOTH, steps)
     person.types("logs", "-f", "alone")
     calm = trained(person, "calm")

@@ -18,7 +18,7 @@ TRAINS = (
     *("rewards.in_process=true", "rewards.time_limit=300", "run.name=toy"),
     *("run.save_steps=2", "run.threads=1"),
 )
-TELLS = """\
+REPORT_PROGRAM = """\
 import json, os, sys
 os.makedirs("outputs")
 with open("outputs/told.json", "w") as file:
@@ -69,7 +69,7 @@ def test_a_training_comes_back_with_its_record_and_one_that_was_killed_is_resume
 
 
 def test_words_arrive_as_they_are_and_earlier_results_are_set_aside(person: Person) -> None:
-    script(person, TELLS)
+    script(person, REPORT_PROGRAM)
     (person.project / ".env").write_text("TOKEN='canary'\n")
     odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "é→"]
     words = ("local", "--name", "odd", "--env-file", ".env", "--script", "job.py")
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
     ctrl_c_ends_it(person, "local")
 
 
-def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Person) -> None:
+def test_a_job_survives_its_watcher_and_is_found_from_another_machine(person: Person) -> None:
     script(person, WAITS)
     watching = person.begins("local", "--name", "waits", "--script", "job.py")
     person.sees("it waits")
@@ -128,7 +128,7 @@ def test_a_wrong_command_and_a_dry_run_change_nothing(person: Person) -> None:
     typed = person.types("local", "--name", "wrong", "--", *words, code=2)
     assert f"`groupwise {shlex.join(words)}` would fail" in typed.err
     assert "training.max_steps" in typed.err
-    script(person, TELLS)
+    script(person, REPORT_PROGRAM)
     typed = person.types("local", "--dry-run", "--name", "planned", "--script", "job.py", "a b")
     assert "python job.py 'a b'" in typed.out
     for wrong in (
@@ -152,7 +152,7 @@ def test_a_project_that_stands_elsewhere_is_named_and_so_are_files_of_it(person:
     sent = ("--file", "../elsewhere/data/x.bin", "--exclude", "*.ckpt", "--script", "job.py")
     planned = json.loads(person.types(*words, *sent).out)["project"]
     assert (planned["files"], [*planned["left_out"]]) == (3, ["big.ckpt"])
-    script(person, TELLS)
+    script(person, REPORT_PROGRAM)
     for wrong, told in (
         ((*words, "--file", "job.py", "--script", "job.py"), "outside of the project"),
         ((*words, "--script", "other.py"), "no such file in"),

@@ -28,7 +28,7 @@ __all__ = ["name"]
 pytestmark = pytest.mark.launch
 LaunchClient: TypeAlias = OfAnyPlace[ModalBackend]
 SOAK = pytest.mark.soak(suite="launch")
-TELLS = """\
+REPORT_PROGRAM = """\
 import hashlib, os, sys
 print(sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 os.mkdir("outputs")
@@ -116,7 +116,7 @@ async def test_a_container_that_is_taken_away_is_followed_by_another(
         pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=SOAK),
     ],
 )
-async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
+async def test_a_job_that_outlasts_a_call_continues_unattended_in_further_calls(
     modal: FakeModal, client: LaunchClient, secrets: str, last: int, outcome: Outcome
 ) -> None:
     """And is ended by its own limit, which holds over all of its calls."""
@@ -199,7 +199,7 @@ async def test_results_of_calls_may_be_forgotten(modal: FakeModal, client: Launc
     assert [step for step, *_ in await begins(client, second)] == ["2"]
 
 
-async def test_of_calls_that_two_clients_spawned_one_stays_and_of_a_cancelled_job_none(
+async def test_only_one_of_two_spawned_calls_runs_and_none_of_a_cancelled_job(
     modal: FakeModal, client: LaunchClient
 ) -> None:
     modal.hold()
@@ -325,7 +325,7 @@ def typing(modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> None:
     """All but Modal itself is what a person has who types it."""
     (person.project / "keys.env").write_text(f"TOKEN={CANARY}\n")
-    (person.project / "job.py").write_text(TELLS)
+    (person.project / "job.py").write_text(REPORT_PROGRAM)
     dear = ("--gpu-model", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
     assert "$7.90 an hour" in person.types("modal", *dear, code=2).err
     assert (

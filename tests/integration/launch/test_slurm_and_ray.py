@@ -141,7 +141,7 @@ def spec(cluster: ClusterCase, tmp_path: Path) -> BackendSpec:
     return cluster.spec(str(tmp_path))
 
 
-def asked(
+def new_order(
     client: LaunchClient, script: str, *options: str, gpus: int = 0, more: str = "", **asks: Any
 ) -> Order:
     """`more`: of the name."""
@@ -237,7 +237,7 @@ async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
     async def is_cut_off(*_: object) -> None:
         raise asyncio.CancelledError
 
-    order = asked(client, RUNS)
+    order = new_order(client, RUNS)
     with monkeypatch.context() as patch:
         patch.setattr(cluster.runner, "_submit", is_cut_off)
         with pytest.raises(asyncio.CancelledError):
@@ -265,15 +265,15 @@ async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
     ],
     indirect=["cluster"],
 )
-async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
+async def test_ended_by_its_engine_it_saves_and_continues_from_there(
     client: LaunchClient, cluster: ClusterCase, how: str
 ) -> None:
     asks: dict[str, Any] = {"partition": "gpu"} if cluster.name == "slurm" else {"slowly": SLOWLY}
     alone = ("--nodelist=n1", "--exclusive") if cluster.name == "slurm" else ()
-    handle = await client.submit(asked(client, GOES_ON, *alone, **asks))
+    handle = await client.submit(new_order(client, GOES_ON, *alone, **asks))
     await client.running(handle)
     if how == "preempted":
-        urgent = asked(client, RUNS, *alone, more="-by", partition="urgent")
+        urgent = new_order(client, RUNS, *alone, more="-by", partition="urgent")
         assert await client.outcome(await client.submit(urgent)) is Outcome.SUCCEEDED
     elif cluster.name == "slurm":
         slurm.shared().run("scancel", *numbers(client.name, "running"))
@@ -289,21 +289,21 @@ async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
 
 
 @SOAK
-async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
+async def test_without_its_head_a_job_continues_and_nothing_is_placed_twice(
     client: LaunchClient, cluster: ClusterCase
 ) -> None:
     go, of_ray = client.folder / "go", cluster.name == "ray"
-    handle = await client.submit(asked(client, waits_for(go)))
+    handle = await client.submit(new_order(client, waits_for(go)))
     waits: dict[str, Any] = {"resources": {"new": 1}} if of_ray else {}
     options = () if of_ray else (LATER,)
-    later = await client.submit(asked(client, RUNS, *options, more="-later", **waits))
+    later = await client.submit(new_order(client, RUNS, *options, more="-later", **waits))
     await client.running(handle)
     if of_ray:
         ray_cluster.shared().kill("gcs_server", "dashboard/dashboard.py", "ray-dashboard-")
     else:
         slurm.shared().until_saved(f"{client.name}-later.1")
         slurm.shared().kill("controller")
-    new = asked(client, RUNS, more="-new")
+    new = new_order(client, RUNS, more="-new")
     try:
         assert (await client.backend.status(handle)).phase is Phase.RUNNING
         with pytest.raises(Unreachable, match="does not answer"):
@@ -336,9 +336,9 @@ async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
 @only_slurm
 async def test_refused_or_cancelled_in_the_queue_its_name_is_free(client: LaunchClient) -> None:
     with pytest.raises(CloudError, match="would not have it"):
-        await client.submit(asked(client, "print()", gpus=3))
+        await client.submit(new_order(client, "print()", gpus=3))
     assert await client.backend.find(client.name) is None
-    handle = await client.submit(asked(client, RUNS, LATER))
+    handle = await client.submit(new_order(client, RUNS, LATER))
     slurm.shared().run("scancel", *numbers(client.name, "pending"))
     end = await client.ending(handle)
     assert (end.outcome, end.failure) == (Outcome.REFUSED, FailureClass.LAUNCH_FAILURE)
@@ -362,7 +362,7 @@ async def test_each_gets_gpus_of_its_own_and_what_asks_for_none_gets_none(
     async def placed(word: str, gpus: int) -> Any:
         there = {"apart": 0.5}
         return await client.submit(
-            asked(client, waits_for(go), gpus=gpus, more=f"-{word}", resources=there)
+            new_order(client, waits_for(go), gpus=gpus, more=f"-{word}", resources=there)
         )
 
     handles = [await placed("a", 1), await placed("b", 1), await placed("c", 0)]
@@ -392,7 +392,7 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(ray_host.RayRunner, "_submit", answers_late)
-        handle = await client.submit(asked(client, RUNS))
+        handle = await client.submit(new_order(client, RUNS))
     assert next(lost, None) is None
     assert await client.outcome(handle) is Outcome.SUCCEEDED
     assert len(cluster.jobs(client.name)) == 1
@@ -401,10 +401,10 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
 
 @SOAK
 @only_ray
-async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(
+async def test_with_its_node_it_is_lost_and_continues_from_its_checkpoint(
     client: LaunchClient,
 ) -> None:
-    handle = await client.submit(asked(client, GOES_ON, slowly=-1.0, resources={"apart": 1}))
+    handle = await client.submit(new_order(client, GOES_ON, slowly=-1.0, resources={"apart": 1}))
     await client.until(handle, lambda status: status.log_size and status.step)
     await asyncio.to_thread(ray_cluster.shared().kill_node)
     assert await client.outcome(handle) is Outcome.LOST

@@ -20,7 +20,7 @@ from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of
 
-TELLS = """\
+REPORT_PROGRAM = """\
 import json, os, sys
 import own_thing_of_a_test
 os.makedirs("outputs")
@@ -76,7 +76,7 @@ def made(machine: LoopbackHost, tmp_path: Path) -> tuple[Path, list[str]]:
 def test_an_environment_is_made_there_once(
     person: Person, machine: LoopbackHost, made: tuple[Path, list[str]]
 ) -> None:
-    (person.project / "job.py").write_text(TELLS)
+    (person.project / "job.py").write_text(REPORT_PROGRAM)
     environments, prefixes = machine.home / "groupwise-launch/environments", set[str]()
 
     def plan() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_an_environment_is_made_there_once(
     assert plan()["machine"]["made"]
 
 
-def test_a_sender_that_is_killed_goes_on_where_it_was(
+def test_a_sender_that_is_killed_continues_where_it_was(
     person: Person, machine: LoopbackHost, trusted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 10 * BATCH + 1

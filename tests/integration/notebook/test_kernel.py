@@ -45,7 +45,9 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     ]
 
 
-def test_an_interrupted_training_goes_on_in_the_same_kernel(kernel: Kernel, tmp_path: Path) -> None:
+def test_an_interrupted_training_continues_in_the_same_kernel(
+    kernel: Kernel, tmp_path: Path
+) -> None:
     """Jupyter interrupts the whole process group, the two processes that sample and learn among it."""
     kernel.run((BEGIN + WAITING).replace('"run.processes": 1', '"run.processes": 2'))
     kernel.run(SESSION)

@@ -47,7 +47,7 @@ def executed(file: Path, folder: Path) -> Any:
     return notebook
 
 
-def said(notebook: Any) -> str:
+def outputs_text(notebook: Any) -> str:
     """All that stands below the cells."""
     outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
     return "\n".join(
@@ -57,7 +57,7 @@ def said(notebook: Any) -> str:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_they_are_thin_and_have_no_output(file: Path) -> None:
+def test_notebooks_are_short_and_have_no_stored_output(file: Path) -> None:
     notebook = read(file)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= 20
@@ -155,7 +155,7 @@ def test_they_run_from_start_to_end(file: Path, kernel: Kernel, tmp_path: Path) 
 @pytest.mark.soak(suite="notebook")
 @pytest.mark.timeout(3600)
 def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
-    told = said(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path))
+    told = outputs_text(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path))
     found = {
         name: (float(before), float(after))
         for name, before, after in re.findall(

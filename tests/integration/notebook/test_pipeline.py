@@ -278,7 +278,7 @@ def weights(folder):
     "number",
     [pytest.param(signal.SIGINT, marks=pytest.mark.soak(suite="notebook")), signal.SIGKILL],
 )
-def test_cells_that_were_cut_off_go_on_exactly(number, tmp_path, monkeypatch, capsys):
+def test_cells_that_were_cut_off_continue_exactly(number, tmp_path, monkeypatch, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()

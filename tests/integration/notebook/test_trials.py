@@ -96,7 +96,7 @@ def test_trials_are_trainings_of_the_space_and_another_question_is_another_searc
     assert before < now == trial.params["learning_rate"]
 
 
-def test_a_search_that_was_cut_off_goes_on_in_the_middle_of_a_trial(config, tmp_path):
+def test_a_search_that_was_cut_off_continues_in_the_middle_of_a_trial(config, tmp_path):
     def cut_off(completions, trainer_state, **columns):
         if trainer_state.global_step == 3 and not (tmp_path / "cut").exists():
             (tmp_path / "cut").touch()
@@ -146,7 +146,7 @@ def test_a_search_resumes_only_if_its_rewards_read_the_same_values(config):
         search(config, SPACE, trials=3, reward_functions=[reward], prune=False)
 
 
-def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
+def test_a_trial_that_fails_is_reported_and_the_next_one_begins(config):
     def fails(completions, **columns):
         raise ValueError("no, says https://me:plain@host/v1")
 

@@ -115,7 +115,7 @@ async def test_it_draws_what_it_is_asked_for_under_the_adapter(server, tmp_path,
     assert server.models() == [NAME]
 
 
-def test_a_run_that_is_killed_goes_on(server: RealServer, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_continues(server: RealServer, tmp_path: Path) -> None:
     given = settings(tmp_path, server.model, url=server.url, served_model=NAME)
     run = begun_in_child(lambda: groupwise.rl(given, TOY))
     wait_until((tmp_path / "toy/checkpoints/step-2").exists, "a checkpoint")
@@ -236,7 +236,7 @@ def test_all_weights_are_trained_with_a_server_elsewhere(python, tmp_path):
 
 @SOAK
 @NEWEST
-def test_one_that_cannot_begin_is_named_with_its_first_error(python, model, tmp_path):
+def test_a_server_that_cannot_start_is_named_with_its_first_error(python, model, tmp_path):
     given = settings(tmp_path, model, vllm_python=str(python), gpu_memory_utilization=1.0)
     with pytest.raises(UsageError, match=r"ValueError: .*gpu-memory-utilization"):
         groupwise.rl(given, TOY)

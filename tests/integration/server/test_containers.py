@@ -170,7 +170,7 @@ def server_process() -> int:
     return first
 
 
-def test_the_image_trains_stops_cleanly_and_goes_on_with_the_same_volume(
+def test_the_image_trains_stops_cleanly_and_continues_with_the_same_volume(
     images: Builder, tmp_path: Path
 ) -> None:
     state, keys = tmp_path / "state", tmp_path / "keys"

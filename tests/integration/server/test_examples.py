@@ -58,7 +58,7 @@ def run(program: str, url: str, *options: str) -> list[str]:
     return output.splitlines()
 
 
-def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_once(
+def test_a_running_training_is_left_alone_and_a_missing_server_is_reported_at_once(
     server: Server,
 ) -> None:
     with TrainingClient(server.url) as client:

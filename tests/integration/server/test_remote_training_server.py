@@ -141,7 +141,7 @@ def test_a_killed_engine_or_server_costs_only_the_steps_since_the_checkpoint(
     assert "goes on by itself" in caplog.text
 
 
-def test_a_loop_that_is_killed_goes_on_at_once(
+def test_a_loop_that_is_killed_continues_at_once(
     server: Server, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     broken = tmp_path / "broken"

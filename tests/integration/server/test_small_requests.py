@@ -17,7 +17,7 @@ gives the figures.
 
 
 @pytest.mark.timeout(240)
-def test_nobody_waits_for_the_large_bodies_of_others(tmp_path: Path) -> None:
+def test_small_requests_do_not_wait_for_large_bodies(tmp_path: Path) -> None:
     with running(tmp_path / "out") as server:
         waits, sent = measure(server.url, server.pid, seconds=1, rounds=2)
     assert sent > 20

@@ -34,7 +34,7 @@ PARAMS = {
 }  # fmt: skip
 REQUEST = {"draw": 1, "prompt_ids": [5, 6], "seeds": [1, 2], "params": PARAMS}
 ADAM = {"learning_rate": 0.0, "max_grad_norm": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8}  # fmt: skip
-GIVEN: dict[str, dict[str, Any]] = {
+CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
     "generate": {"request": REQUEST},
     "forward_backward": {
         "rows": [ROW],
@@ -52,7 +52,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "policy": {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "state"}
     },
 }
-CALLS = {verb: {"verb": verb, **arguments} for verb, arguments in GIVEN.items()}
+CALLS = {verb: {"verb": verb, **arguments} for verb, arguments in CALL_ARGUMENTS.items()}
 GENERATE, LEARN = CALLS["generate"], CALLS["forward_backward"]
 WRONG = (
     None, True, -1, 0, 0.5, 2**70, 1e300, "NaN", "", "x", "../..", [], [[]], [-1], [10**9], {}, {"a": 1},
@@ -122,7 +122,7 @@ async def test_every_spoilt_call_has_its_answer(tmp_path: Path, first: int) -> N
     await http.aclose()
 
 
-async def test_of_two_that_open_at_once_one_does(tmp_path: Path) -> None:
+async def test_only_one_of_two_concurrent_opens_succeeds(tmp_path: Path) -> None:
     server = PartsServer(tmp_path)
     async with httpx2.AsyncClient(transport=server.transport, base_url=HERE) as http:
         await http.put(f"/parts/{ID}", json={"owner": "me"})

@@ -144,7 +144,7 @@ def test_the_run_is_that_of_this_machine(
     assert_equal_numbers(there, here)
 
 
-def test_a_killed_loop_goes_on_with_the_services_state(server: Server, tmp_path: Path) -> None:
+def test_a_killed_loop_continues_with_the_services_state(server: Server, tmp_path: Path) -> None:
     whole = groupwise.rl(config_of(tmp_path / "whole", server), TOY).folder
     file = tmp_path / "config.yaml"
     settings = config_of(tmp_path / "killed", server, run={"name": "killed", "save_steps": 1})

@@ -238,7 +238,7 @@ def _datum(tokens: list[int], **inputs: Any) -> Any:
 def main() -> None:
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the client prints is no answer
+    os.dup2(2, 1)  # what the client prints must not be read as an answer
     for line in sys.stdin:
         command = json.loads(line)
         try:

@@ -111,7 +111,7 @@ def curve(run: Path, name: str) -> list[float]:
         return [value for _, value in store.metrics((name,))[name]]
 
 
-def test_its_mean_becomes_our_sum(
+def test_mean_losses_of_skyrl_become_sums(
     server: SkyrlServer, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Tokens that are not trained change nothing, and two rows teach as much as both alone, whatever the loss."""
@@ -149,7 +149,7 @@ def test_supervised_runs_train_there(
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_a_run_goes_on_after_the_end_of_both_sides(
+def test_a_run_continues_after_the_end_of_both_sides(
     server: SkyrlServer, environment: dict[str, str], tmp_path: Path
 ) -> None:
     settings = rl_settings(server, tmp_path)

@@ -200,7 +200,7 @@ def test_peft_loads_what_is_published_with_equal_logits(pairs: Pairs, family: st
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.soak(suite="tunix")
-def test_so_it_is_with_the_text_of_a_model_for_pictures(tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_equals_torch(tmp_path: Path) -> None:
     with closing(parts_of(config_of("gemma3-pictures", "tunix"), tmp_path)) as parts:
         asyncio.run(stirred(parts))
         equal_by_peft(parts, "gemma3-pictures")

@@ -20,7 +20,7 @@ SOAK = pytest.mark.soak(suite="tunix")
 STEPS = ("1e-5", "1e-4", "1e-3")
 
 
-def asked(*checks: tuple[Any, ...]) -> list[Any]:
+def run_checks(*checks: tuple[Any, ...]) -> list[Any]:
     """What each check tells, by one process."""
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     own |= environment._compilation_cache()
@@ -31,18 +31,18 @@ def asked(*checks: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def check_results() -> dict[str, Any]:
     """What is told of Llama, with two devices too, and of Gemma where that is told fast."""
     llama, gemma = (str(model_of(each, layers=1)) for each in ("llama", "gemma3"))
     checks = (
         ("slopes", llama, *STEPS), ("logits", llama), ("draws",), ("precision", gemma),
         ("shapes", llama), ("recomputed", str(model_of("llama", layers=3)), 1, 2),
     )  # fmt: skip
-    return {check[0]: found for check, found in zip(checks, asked(*checks), strict=True)}
+    return {check[0]: found for check, found in zip(checks, run_checks(*checks), strict=True)}
 
 
-def test_a_small_step_acts_in_full_on_a_base_in_bfloat16(told: dict[str, Any]) -> None:
-    act_in_full(told["slopes"])
+def test_a_small_step_acts_in_full_on_a_base_in_bfloat16(check_results: dict[str, Any]) -> None:
+    act_in_full(check_results["slopes"])
 
 
 def act_in_full(slopes: dict[str, dict[str, float]]) -> None:
@@ -52,8 +52,8 @@ def act_in_full(slopes: dict[str, dict[str, float]]) -> None:
     assert all(each["1e-3"] == pytest.approx(1, abs=0.03) for each in slopes.values())
 
 
-def test_logits_are_not_rounded_to_bfloat16(told: dict[str, Any]) -> None:
-    are_not_rounded(told["logits"])
+def test_logits_are_not_rounded_to_bfloat16(check_results: dict[str, Any]) -> None:
+    are_not_rounded(check_results["logits"])
 
 
 def are_not_rounded(logits: dict[str, list[float]]) -> None:
@@ -63,16 +63,16 @@ def are_not_rounded(logits: dict[str, list[float]]) -> None:
     assert all(share < 0.02 for shares in logits.values() for share in shares)
 
 
-def test_a_token_without_weight_is_never_drawn(told: dict[str, Any]) -> None:
-    assert told["draws"] == {"drawn": 256, "without weight": 0}
+def test_a_token_without_weight_is_never_drawn(check_results: dict[str, Any]) -> None:
+    assert check_results["draws"] == {"drawn": 256, "without weight": 0}
 
 
-def test_float32_is_multiplied_as_float32(told: dict[str, Any]) -> None:
-    assert told["precision"] == {"float32": True, "bfloat16": False}
+def test_float32_is_multiplied_as_float32(check_results: dict[str, Any]) -> None:
+    assert check_results["precision"] == {"float32": True, "bfloat16": False}
 
 
-def test_turns_with_ever_less_room_share_what_is_compiled(told: dict[str, Any]) -> None:
-    shapes = told["shapes"]
+def test_turns_with_ever_less_room_share_what_is_compiled(check_results: dict[str, Any]) -> None:
+    shapes = check_results["shapes"]
     assert shapes["compiled"] == 1
     first = shapes["drawn"][0]
     assert shapes["drawn"] == [first[:room] for room in (20, 19, 18, 17)]
@@ -80,9 +80,9 @@ def test_turns_with_ever_less_room_share_what_is_compiled(told: dict[str, Any]) 
 
 
 def test_layers_that_are_computed_again_give_the_same_gradient_in_less_memory(
-    told: dict[str, Any],
+    check_results: dict[str, Any],
 ) -> None:
-    give_the_same_in_less_memory(told["recomputed"])
+    give_the_same_in_less_memory(check_results["recomputed"])
 
 
 def give_the_same_in_less_memory(recomputed: dict[str, dict[str, float]]) -> None:
@@ -94,12 +94,12 @@ def give_the_same_in_less_memory(recomputed: dict[str, dict[str, float]]) -> Non
 
 @SOAK
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3-all-heads", "qwen2", "qwen3"])
-def test_so_it_is_with_all_families_and_two_devices_that_divide_the_work(family: str) -> None:
+def test_all_families_recompute_equally_and_on_two_devices(family: str) -> None:
     checks: list[tuple[Any, ...]] = [("recomputed", str(model_of(family, layers=3)), 1, 2)]
     if family == "gemma3":
         folder = str(model_of(family, layers=1))
         checks += [("slopes", folder, *STEPS), ("logits", folder)]
-    again, *others = asked(*checks)
+    again, *others = run_checks(*checks)
     give_the_same_in_less_memory(again)
     if others:
         act_in_full(others[0])

@@ -66,7 +66,7 @@ def assert_close(one: RlResult, other: RlResult) -> None:
     pytest.param([1, 1], False, marks=SOAK),
 ])  # fmt: skip
 @pytest.mark.usefixtures("divided")
-def test_two_devices_divide_the_work_and_a_run_that_is_gone_on_with_is_equal_to_the_bit(
+def test_two_devices_divide_the_work_and_a_run_that_is_continued_is_equal_to_the_bit(
     tmp_path: Path, mesh: list[int], compared: bool
 ) -> None:
     """What they come to is what one comes to, but for rounding. That their gradients are is looked at in test_inside."""

@@ -68,7 +68,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
 
 
 @pytest.mark.parametrize("torn", ["adapter_model.safetensors", "orbax"])
-def test_a_torn_checkpoint_is_told_as_such(parts: Parts, torn: str, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_reported_as_such(parts: Parts, torn: str, tmp_path: Path) -> None:
     asyncio.run(parts.learner.save(str(tmp_path)))
     parts.learner.load(str(tmp_path))
     place = tmp_path / torn
@@ -95,7 +95,7 @@ def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
     assert len(one) == 2  # type: ignore[arg-type]
 
 
-def test_a_publication_that_is_gone_is_told_as_such(parts: Parts) -> None:
+def test_a_publication_that_is_gone_is_reported_as_such(parts: Parts) -> None:
     policy = asyncio.run(parts.learner.publish(1))
     (Path(policy.path) / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="is torn"):

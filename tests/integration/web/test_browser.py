@@ -154,7 +154,7 @@ def test_every_page_is_accessible_and_fits(
         assert not too_wide(page), path
 
 
-def test_by_keyboard(visit: Visit, site: str) -> None:
+def test_rollout_pages_work_by_keyboard(visit: Visit, site: str) -> None:
     page = visit(site).goes("/runs/first/rollouts")
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()

@@ -278,7 +278,7 @@ def test_an_outlier_is_visible_and_can_be_zoomed_to(plots: Plots) -> None:
     assert float(plots.one(1.0)["step"]) > 200
 
 
-def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) -> None:
+def test_range_cursor_and_hidden_lines_stay_while_a_run_continues(plots: Plots) -> None:
     parts = {"completions/mean_length": 4.0, "completions/min_length": 1.0}
     path = plots.run("grows", [{**parts, "completions/max_length": float(n)} for n in range(40)])
     plots.draw("Completion length", "grows")
@@ -432,7 +432,9 @@ def test_nan_and_infinity_are_marked_gaps(plots: Plots) -> None:
     values[150:152] = [math.inf, 7.0]
     plots.run("lost", [{"grad_norm": value} for value in values])
     plots.draw("Gradient norm", "lost")
-    expect(plots.figure.locator(".lost")).to_have_text(re.compile("41 values are no finite number"))
+    expect(plots.figure.locator(".lost")).to_have_text(
+        re.compile("41 values are not finite numbers")
+    )
     assert "41 steps without a finite number" in plots.words()
     assert "highest 7" in plots.words()
     gap, there = plots.at(0.4, 0.6)
@@ -469,7 +471,7 @@ def legend_at(plot: Locator, share: float) -> dict[str, str]:
     )
 
 
-def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_page(
+def test_choices_and_a_range_by_mouse_stay_while_a_run_continues_and_on_the_next_page(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
     with going_on(tmp_path, 0) as path, shown(tmp_path) as address:

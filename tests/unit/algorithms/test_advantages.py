@@ -178,7 +178,7 @@ def test_a_group_does_not_know_the_others(name: str, data: st.DataObject, group)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_failed_members_are_as_if_never_there(name: str, group) -> None:
+def test_failed_members_do_not_affect_advantages(name: str, group) -> None:
     algorithm = make(name, {})
     whole = algorithm.credits([group(0.0, 0.5, 1.0), group(1.0, 3.0)])
     holed = algorithm.credits([group(None, 0.0, 0.5, None, 1.0), group(1.0, 3.0, None)])

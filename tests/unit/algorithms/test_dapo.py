@@ -32,7 +32,7 @@ def test_cache_and_factor_are_knobs_and_only_the_policy_is_counted(rollout, grou
     assert failed == talk.rollouts[1]
 
 
-def test_groups_that_differ_in_length_only_are_drawn_anew(rollout, group) -> None:
+def test_groups_that_differ_in_length_only_are_redrawn(rollout, group) -> None:
     algorithm = Dapo()
     solved = algorithm.shaped(group(rollout(0, 1.0, tokens=3), rollout(1, 1.0, tokens=19)), 20)
     assert solved.rollouts[0].reward != solved.rollouts[1].reward

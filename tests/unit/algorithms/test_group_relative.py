@@ -341,7 +341,7 @@ def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
         ({"top_entropy_quantile": 0.1}, None, "entropies_BT"),
     ],
 )
-def test_what_a_batch_lacks_is_named(
+def test_a_missing_tensor_is_named_with_the_knob_that_needs_it(
     knobs: dict[str, Any], need: str | None, tensor: str, batch
 ) -> None:
     algorithm = make("grpo", knobs)

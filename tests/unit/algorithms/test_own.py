@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from groupwise.algorithms.grpo import Grpo
 
 """
-MINE = """
+OWN_ALGORITHM = """
 @dataclass(frozen=True, kw_only=True)
 class Mine(Grpo):
     power: float = field(default=0.5, metadata={"description": "of the length", "ge": 0.0})
@@ -30,13 +30,13 @@ class Mine(Grpo):
 BASE = "from groupwise.algorithms.group_relative import GroupRelative\n"
 
 
-def _file(folder: Path, text: str = MINE) -> str:
+def _file(folder: Path, text: str = OWN_ALGORITHM) -> str:
     file = folder / "own.py"
     file.write_text(HEAD + text)
     return f"{file}:Mine"
 
 
-def test_names_of_files_are_told_from_names_of_algorithms() -> None:
+def test_names_of_files_are_distinguished_from_names_of_algorithms() -> None:
     assert is_own("own.py:Mine")
     assert is_own("/a/b.py:Mine")
     assert not any(map(is_own, ("grpo", "own.py", "own:Mine", "own.py:", "own.py:1")))
@@ -56,7 +56,7 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
     name = _file(tmp_path)
     first = load_own(name)
     assert load_own(name, again=True) is first
-    _file(tmp_path, MINE.replace("0.5", "0.25"))
+    _file(tmp_path, OWN_ALGORITHM.replace("0.5", "0.25"))
     assert load_own(name) is first
     assert load_own(name, again=True)().power == 0.25  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -67,14 +67,16 @@ def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
         ("Mine = 3", "must be a class"),
         ("class Mine: pass", "derives from"),
         ("class Mine(Grpo): power: float = 0.5", "not a dataclass"),
-        (MINE.replace("default=0.5, ", ""), "power has no default"),
-        (MINE.replace("power: float", "power: list"), "power is 0.5; it must be a number, text"),
-        (BASE + MINE.replace("Grpo", "GroupRelative"), "lacks advantages, surrogate"),
+        (OWN_ALGORITHM.replace("default=0.5, ", ""), "power has no default"),
+        (OWN_ALGORITHM.replace("power: float", "power: list"), "power is 0.5; it must be a number, text"),
+        (BASE + OWN_ALGORITHM.replace("Grpo", "GroupRelative"), "lacks advantages, surrogate"),
         ("class Other: pass", "no `Mine`"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )  # fmt: skip
-def test_what_is_no_algorithm_is_refused_with_advice(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_without_an_algorithm_is_refused_with_advice(
+    tmp_path: Path, text: str, told: str
+) -> None:
     with pytest.raises(TaskError, match=told):
         load_own(_file(tmp_path, text))
 

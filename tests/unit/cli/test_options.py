@@ -27,7 +27,7 @@ def test_two_names_of_one_option_are_refused(
     assert f"{both[0]} and {both[1]} are the same" in told
 
 
-def test_one_name_several_times_and_what_is_the_commands_own_is_not(still: Command) -> None:
+def test_repeated_names_and_options_of_the_command_itself_are_accepted(still: Command) -> None:
     plan = ("submit", "--gpus", "0", "--array", "/no/such/file")
     for words in (
         ("--cpus", "2", "--cpus", "3", "--", "true"),

@@ -165,7 +165,7 @@ class TestFolders:
             atomic_files.publish_folder(building, tmp_path / "done")
         assert names(tmp_path / "done") == ["mine"]
 
-    def test_are_made_whole_in_place_of_an_earlier_one(self, tmp_path: Path) -> None:
+    def test_folders_replace_an_earlier_one_as_a_whole(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             atomic_files.make_folder(
                 tmp_path / "new" / "done",

@@ -60,6 +60,6 @@ def test_temporary_errors_of_the_hub_are_recognised(
     assert hub_errors.is_temporary(error) is passes
 
 
-def test_who_decided_to_be_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_is_temporary_in_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert not hub_errors.is_temporary(ConnectionResetError())

@@ -52,7 +52,7 @@ def child(body: str):
         process.communicate()
 
 
-def heard(process) -> str:
+def next_line(process) -> str:
     return process.stdout.readline().strip()
 
 
@@ -72,7 +72,7 @@ def test_the_first_signal_asks_and_drops_what_may_be_dropped(number, code):
                 say("asked", asked.exit_code)
     """
     with child(body) as process:
-        assert heard(process) == "ready"
+        assert next_line(process) == "ready"
         process.send_signal(number)
         assert rest(process)[:2] == ["dropped", f"asked {code}"]
         assert process.returncode == 0
@@ -95,13 +95,13 @@ def test_an_undisturbed_section_finishes_and_the_next_droppable_work_never_start
                 say("asked", asked)
     """
     with child(body) as process:
-        assert heard(process) == "ready"
+        assert next_line(process) == "ready"
         process.send_signal(signal.SIGINT)
         assert rest(process)[:2] == ["whole", "asked SIGINT"]
 
 
 @pytest.mark.parametrize(("together", "again"), [(60.0, signal.SIGINT), (0.0, signal.SIGTERM)])
-def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together, again):
+def test_repeated_signals_from_launchers_do_not_force_an_exit(together, again):
     """A queue tells all processes of a job, and torchrun or srun pass on what they hear."""
     body = f"""
     async def main():
@@ -123,9 +123,9 @@ def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together,
             say("saved")
     """
     with child(body) as process:
-        assert heard(process) == "ready"
+        assert next_line(process) == "ready"
         process.send_signal(signal.SIGTERM)
-        assert heard(process) == "first"
+        assert next_line(process) == "first"
         process.send_signal(again)
         assert rest(process)[0] == "saved"
         assert process.returncode == 0
@@ -169,9 +169,9 @@ def test_the_second_signal_ends_at_once_whatever_is_under_way(work, again):
 {textwrap.indent(work, " " * 12)}
     """
     with child(body) as process:
-        assert heard(process) == "ready"
+        assert next_line(process) == "ready"
         process.send_signal(signal.SIGINT)
-        assert heard(process) == "first"
+        assert next_line(process) == "first"
         process.send_signal(again)
         assert any("KeyboardInterrupt" in line for line in rest(process))
         assert process.returncode != 0
@@ -242,6 +242,6 @@ def test_a_signal_that_another_thread_gets_is_heeded_at_once():
     run_to_end(waits())
     """
     with child(body) as process:
-        assert heard(process) == "ready"
+        assert next_line(process) == "ready"
         process.send_signal(signal.SIGINT)
         assert any("KeyboardInterrupt" in line for line in rest(process))

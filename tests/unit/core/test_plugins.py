@@ -51,7 +51,7 @@ def test_files_of_one_name_do_not_collide(tmp_path):
     assert sys.modules[first.module.__name__] is first.module
 
 
-def test_an_edited_file_is_read_anew(tmp_path):
+def test_an_edited_file_is_read_again(tmp_path):
     assert load(write(tmp_path, "task.py", "x = 1")).object.x == 1
     assert load(write(tmp_path, "task.py", "x = 2")).object.x == 2
 
@@ -109,11 +109,11 @@ def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_su
     ("model.train()", None), ("def f(:", None), ('if __name__ == "__main__":\n    t.train()', None),
     ('if "__main__" == __name__:\n    pass\nelse:\n    t.train()', "line 4: t.train()"), ("def f():\n    t.train()", None),
 ])  # fmt: skip
-def test_what_would_train_when_it_is_imported(source, told):
+def test_scripts_that_train_when_imported_are_recognised(source, told):
     assert trains_when_imported(source) == told
 
 
-def test_a_script_that_trains_is_told_of_before_it_runs(tmp_path, monkeypatch, caplog):
+def test_a_script_that_trains_is_reported_before_it_runs(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     refused(write(tmp_path, "training_script.py", "1 / 0\ntrainer.train()"), kind="reward")
     refused("training_script")

@@ -20,7 +20,7 @@ def test_a_pause_is_drawn_from_the_upper_half_of_its_bound() -> None:
 
 
 @pytest.mark.parametrize("least", [0.2, 3.0, 100.0])
-def test_nobody_returns_earlier_than_the_other_side_asked_for(least: float) -> None:
+def test_a_retry_waits_at_least_as_long_as_the_server_asked_for(least: float) -> None:
     drawn = [Backoff(1.0, 5.0, low=0.0).next(least) for _ in range(100)]
     assert least <= min(drawn) < max(drawn) <= least + 1.0
 

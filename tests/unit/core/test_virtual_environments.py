@@ -28,7 +28,7 @@ def test_an_installation_says_that_it_begins_and_ends(
     assert capfd.readouterr() == ("", "wordle: installing\nwordle: installed\n")
 
 
-def test_one_that_fails_shows_the_whole_output(
+def test_a_failed_installation_shows_its_whole_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError) as error:

@@ -120,7 +120,7 @@ async def test_sides_end_at_their_steps_and_are_matched_and_chosen(
         assert [pair[side]["step"] for side in "ab"] == [1, 2]
 
 
-def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) -> None:
+def test_completions_of_an_earlier_draw_are_not_counted_again(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run.db") as store:
         groups = [
             Group(0, Example(0, "p"), (answer(0, 0, 0, float("nan")),)),

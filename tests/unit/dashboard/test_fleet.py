@@ -79,7 +79,7 @@ PAGES = (
 )  # fmt: skip
 
 
-async def test_each_page_is_shown_and_told(client: httpx2.AsyncClient) -> None:
+async def test_each_page_is_shown_as_html_and_as_json(client: httpx2.AsyncClient) -> None:
     for path in PAGES:
         page = await client.get(path, headers={"accept": "text/html"})
         assert page.status_code == 200, page.text
@@ -137,7 +137,7 @@ async def test_fleet_pages_as_json(client: httpx2.AsyncClient) -> None:
         assert problem.status_code == status, path
 
 
-async def test_a_log_goes_on_where_the_page_ends(
+async def test_a_log_continues_where_the_page_ends(
     client: httpx2.AsyncClient, local: LocalFleet
 ) -> None:
     page = "/fleet/jobs/running-1"

@@ -18,7 +18,7 @@ from groupwise.runs.store import Store
 from tests.web_runs import add_step, write_run
 
 
-def asked(query: str) -> Request:
+def request_with(query: str) -> Request:
     scope: dict[str, Any] = {"type": "http", "query_string": query.encode(), "headers": []}
     return Request(scope)
 
@@ -27,7 +27,7 @@ def test_a_run_is_new_after_a_step_and_after_an_evaluation_beside_it(tmp_path: P
     path = write_run(tmp_path / "one", 2)
     write_run(tmp_path / "two", 2)
     look = stamp_function(
-        DashboardContext(RunsIndex(tmp_path), AccessControl(None)), asked("run=one&run=two")
+        DashboardContext(RunsIndex(tmp_path), AccessControl(None)), request_with("run=one&run=two")
     )
     seen = [look()]
     assert look() == seen[0]
@@ -47,7 +47,7 @@ def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) 
     write_run(runs / "one", 2)
     now = [0.0]
     look = stamp_function(
-        DashboardContext(RunsIndex(runs, lambda: now[0]), AccessControl(None)), asked("")
+        DashboardContext(RunsIndex(runs, lambda: now[0]), AccessControl(None)), request_with("")
     )
     before = look()
     now[0] += 10

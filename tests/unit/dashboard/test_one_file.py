@@ -29,7 +29,9 @@ def test_the_file_has_all_that_it_needs_and_may_load_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(("run", "file", "says"), [
     ("sent@2", "new.html", "without @2"), ("sent", "there.html", "--force"), ("sent", ".", "is a folder"),
 ])  # fmt: skip
-def test_what_cannot_be_written_says_why(tmp_path: Path, run: str, file: str, says: str) -> None:
+def test_a_page_that_cannot_be_written_says_why(
+    tmp_path: Path, run: str, file: str, says: str
+) -> None:
     write_run(tmp_path / "sent", 1)
     (tmp_path / "there.html").write_text("mine")
     with pytest.raises(UsageError, match=re.escape(says)):

@@ -250,7 +250,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     ("/curves?run=one", 400, "name=METRIC"), ("/curves?run=one&name=own/number&from=-1", 400, "from=-1"),
     ("/curves?run=one&name=own/number&to=1" + "0" * 30, 400, "to=1"), ("/nothing/here", 404, "no page"),
 ])  # fmt: skip
-async def test_what_cannot_be_shown_says_why(
+async def test_a_page_that_cannot_be_shown_says_why(
     client: httpx2.AsyncClient, path: str, status: int, says: str
 ) -> None:
     page = await client.get(path, headers={"accept": "text/html"})
@@ -312,7 +312,7 @@ async def guarded(runs: Path, key: Any) -> AsyncIterator[httpx2.AsyncClient]:
         yield found
 
 
-async def test_whoever_has_no_key_sees_nothing_but_where_it_is_typed(
+async def test_without_a_key_only_the_sign_in_page_is_shown(
     guarded: httpx2.AsyncClient,
 ) -> None:
     for path in (*PAGES, "/runs/one/rollouts.jsonl", "/curves?run=one&name=reward", "/live"):

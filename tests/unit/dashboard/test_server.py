@@ -116,7 +116,7 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
     assert data["status"]["counters"]["refused"] == {"too_busy": 3}
 
 
-async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_answer_is_reported_as_such(tmp_path: Path) -> None:
     def refuse(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused", request=request)
 
@@ -131,7 +131,7 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     assert stamp
 
 
-def test_pages_are_told_of_news_and_of_nothing_else() -> None:
+def test_pages_receive_events_only_about_changes() -> None:
     now, told = [1000.0], everything()
     watched = WatchedServer(told, lambda: now[0])
     status, activity = told.said
@@ -219,7 +219,7 @@ async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
         cookie = entered.headers["set-cookie"].lower()
         assert ("path=/dashboard;" in cookie, "httponly" in cookie) == (True, True)
         assert (await client.get(page)).status_code == 200
-        assert (await client.get("/status")).status_code == 401  # the cookie is no key
+        assert (await client.get("/status")).status_code == 401  # the cookie is not a key
         nobody = await client.get(page, headers={"Authorization": "Bearer gw-no"})
         assert nobody.status_code == 401
         left = await client.post("/dashboard/sign-out")

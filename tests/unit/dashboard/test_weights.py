@@ -67,7 +67,7 @@ def test_an_archive_is_made_while_it_is_sent(run: Path, monkeypatch: pytest.Monk
     assert (len(pieces) > 6, max(map(len, pieces)) < 2500) == (True, True)
 
 
-async def test_what_a_link_makes_appear_in_a_folder_is_not_given_away(
+async def test_symbolic_links_in_a_run_folder_are_not_served(
     client: httpx2.AsyncClient, run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")

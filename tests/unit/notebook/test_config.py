@@ -204,14 +204,14 @@ def test_numbers_are_taken_as_the_field_has_them():
 def test_a_mask_is_no_credential():
     for mask in ("**********", "*", SecretStr("**********")):
         for also in ({}, {"beta": -1.0}):
-            with pytest.raises(ConfigError, match="no credential") as refused:
+            with pytest.raises(ConfigError, match="not a credential") as refused:
                 made(hf_token=mask, **also)
             assert ("beta" in str(refused.value)) == bool(also)
         config = TrainingConfig()
-        with pytest.raises(ConfigError, match="no credential"):
+        with pytest.raises(ConfigError, match="not a credential"):
             config.hf_token = mask
         assert config.hf_token is None
-    with pytest.raises(ConfigError, match="no credential"):
+    with pytest.raises(ConfigError, match="not a credential"):
         made(**made(hf_token=SECRET).model_dump(mode="json"))
 
 

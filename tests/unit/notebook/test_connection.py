@@ -32,7 +32,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+def requested_urls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     """The URLs that are asked for their status, each with the key that was there then."""
     found: list[tuple[str, str | None]] = []
 
@@ -71,7 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str | 
     return found
 
 
-def given(function: Any) -> list[inspect.Parameter]:
+def parameters_of(function: Any) -> list[inspect.Parameter]:
     return [
         each
         for each in inspect.signature(function).parameters.values()
@@ -81,16 +81,18 @@ def given(function: Any) -> list[inspect.Parameter]:
 
 def test_it_has_every_function_with_the_same_parameters() -> None:
     for name in FUNCTIONS:
-        assert given(getattr(Connection, name)) == given(getattr(notebook, name)), name
+        assert parameters_of(getattr(Connection, name)) == parameters_of(getattr(notebook, name)), (
+            name
+        )
 
 
 def test_each_call_takes_its_own_key(
-    asked: list[tuple[str, str | None]], calls: list[tuple[str, str | None, str | None]]
+    requested_urls: list[tuple[str, str | None]], calls: list[tuple[str, str | None, str | None]]
 ) -> None:
     one, other = connect("http://a/", "key-a"), connect("http://b", "key-b")
-    assert asked == [("http://a", "key-a"), ("http://b", "key-b")]
+    assert requested_urls == [("http://a", "key-a"), ("http://b", "key-b")]
     open_ = connect("http://open")
-    assert asked[-1] == ("http://open", None)
+    assert requested_urls[-1] == ("http://open", None)
     for remote in (one, other, open_, one):
         remote.prepare_session(None)  # pyright: ignore[reportArgumentType]
         remote.run_full_pipeline(None)  # pyright: ignore[reportArgumentType]

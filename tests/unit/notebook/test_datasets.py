@@ -220,7 +220,7 @@ def test_an_answer_may_have_several_forms(tmp_path):
     assert len(train) + len(test) == 3
 
 
-def test_columns_of_a_file_that_cannot_be_told(tmp_path):
+def test_ambiguous_columns_of_a_file_are_refused(tmp_path):
     file = tmp_path / "pairs.csv"
     file.write_text("prompt,completion\na,b\nc,d\n")
     with pytest.raises(TaskError, match=r"the answer.* prompt, completion"):

@@ -14,7 +14,7 @@ from groupwise.training.config import EvalConfig, load_config
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EvalConfig]:
+def eval_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EvalConfig]:
     """How the core would answer the test part."""
     found: list[EvalConfig] = []
 
@@ -35,8 +35,10 @@ WARM = {"eval.temperature": 0.3, "eval.samples_per_prompt": 2}
     ({}, {}, (1, 0.0)), ({}, {"samples_per_prompt": np.int64(4)}, (4, 1.0)), (WARM, {}, (2, 0.3)),
     (WARM, {"samples_per_prompt": 4}, (4, 0.3)), ({"eval": {"temperature": 0.3}}, {"samples_per_prompt": 4}, (4, 0.3)),
 ])  # fmt: skip
-def test_overrides_win(asked: list[EvalConfig], overrides: Any, given: Any, expected: Any) -> None:
+def test_overrides_win(
+    eval_configs: list[EvalConfig], overrides: Any, given: Any, expected: Any
+) -> None:
     config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8, overrides=overrides)
     evaluate(config, prepare_session(config), **given)
-    [found] = asked
+    [found] = eval_configs
     assert (found.samples_per_prompt, found.temperature) == expected

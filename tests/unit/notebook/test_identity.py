@@ -315,7 +315,7 @@ def test_an_edit_makes_another_reward_and_no_edit_does_not(
         (OBJECT, {"calls"}), (METHOD, {"self.calls"}), (LOADED, {"state", "parts"}),
     ],
 )  # fmt: skip
-def test_what_a_run_collects_is_known_by_its_name(source: str, names: set[str]) -> None:
+def test_objects_changed_by_a_run_are_reported_by_name(source: str, names: set[str]) -> None:
     assert changed(made(source), made(source, calls=1)) == names
 
 
@@ -334,7 +334,7 @@ def test_remarks_descriptions_and_names_of_other_cells_are_nothing() -> None:
     assert look_at(names["reward"]) == before
 
 
-def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path) -> None:
+def test_collections_of_rewards_are_found_by_the_changes_of_a_run(tmp_path: Path) -> None:
     names = cell(BEGIN)
     rubric = rubric_of(names)
     before = reward_facts(rubric)
@@ -525,9 +525,7 @@ def compared(source: str, edited: str) -> list[str]:
     ("100.0", "101.0", "score"), ("200.0", "201.0", "easy"), ("300.0", "301.0", "hard"), ("400.0", "401.0", "Scorer.strict"),
     ('["strict"]', '["stricter"]', "scorer.strict_words.words"),
 ])  # fmt: skip
-def test_what_a_name_pointed_to_counts_though_a_training_pointed_it_elsewhere(
-    old: str, new: str, name: str
-) -> None:
+def test_the_original_value_of_a_rebound_name_counts(old: str, new: str, name: str) -> None:
     assert POINTING.count(old) == 1
     assert compared(POINTING, POINTING) == []
     assert f"{name} of the reward reward" in compared(POINTING, POINTING.replace(old, new))
@@ -555,7 +553,7 @@ def reward(completions, **columns):
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
+def test_lazily_loaded_objects_do_not_count_as_a_difference(
     evaluated: bool, tmp_path: Path
 ) -> None:
     """By the training before in this process, or by an evaluation."""

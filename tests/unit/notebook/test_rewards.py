@@ -36,7 +36,7 @@ def test_numeric_data_have_layout_and_answer():
     assert values(answer, [*said, "<answer>3</answer>"], answer="2") == [3.0, -0.5, -0.5, -1.0]
 
 
-def mine(completions, **columns):
+def constant_reward(completions, **columns):
     return [1.0 for _ in completions]
 
 
@@ -44,10 +44,10 @@ def test_own_reward_functions_replace_or_extend_the_defaults():
     config = TrainingConfig(dataset="arithmetic")
     assert rewards_of(config, NUMERIC).names == ("match_format", "math_answer", "accuracy")
     assert rewards_of(config, NUMERIC).weights == (1.0, 1.0, 0.0)
-    beside = rewards_of(config, NUMERIC, extra_reward_functions=[(mine, 0.5)])
+    beside = rewards_of(config, NUMERIC, extra_reward_functions=[(constant_reward, 0.5)])
     assert dict(zip(beside.names, beside.weights, strict=True))["mine"] == 0.5
     assert len(beside.names) == 4
-    instead = rewards_of(config, RUBRIC, reward_functions=[mine])
+    instead = rewards_of(config, RUBRIC, reward_functions=[constant_reward])
     assert instead.names == ("mine",)
 
 

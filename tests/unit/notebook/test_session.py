@@ -22,7 +22,7 @@ from tests.tunix_models import model_of
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+def sampling_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What the model would be asked; it answers `42`."""
     calls: list[Any] = []
 
@@ -43,7 +43,7 @@ def prepared_session(**values: Any) -> Any:
     return prepare_session(few(**values))
 
 
-def test_invalid_sampler_calls_are_refused(asked: list[Any]) -> None:
+def test_invalid_sampler_calls_are_refused(sampling_calls: list[Any]) -> None:
     prepared = prepared_session()
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ("one text", {}, "prompts is one text"), (5, {}, "of the type int"),
@@ -62,15 +62,15 @@ def test_invalid_sampler_calls_are_refused(asked: list[Any]) -> None:
         with pytest.raises(UsageError, match=said):
             prepared.sampler(prompts, **parameters)
     assert prepared.sampler([]) == []
-    assert asked == []
+    assert sampling_calls == []
     numbers = {"total_generation_steps": np.int64(4), "temperature": np.float32(0.5), "seed": np.int32(7)}  # fmt: skip
     prepared.sampler(["a"], **numbers)
-    [(_, _, params, seed)] = asked
+    [(_, _, params, seed)] = sampling_calls
     assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
     assert {type(params.max_tokens), type(seed)} == {int}
 
 
-def test_a_question_that_the_model_cannot_read_is_told(
+def test_a_question_that_the_model_cannot_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_a_question_that_the_model_cannot_read_is_told(
 
 
 def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
-    asked: list[Any], tmp_path: Path
+    sampling_calls: list[Any], tmp_path: Path
 ) -> None:
     config = few()
     prepared = prepare_session(config)
@@ -99,14 +99,14 @@ def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
     ):
         with pytest.raises(UsageError, match=r"not there.*prepare_session"):
             use()
-    assert asked == []
+    assert sampling_calls == []
     prepared.folder.mkdir()
     assert "before any training" in prepared.policy
     prepared.sampler(["a"])
-    assert asked[0][1] is None
+    assert sampling_calls[0][1] is None
 
 
-def test_what_tunix_does_not_have_is_told_at_once() -> None:
+def test_settings_that_tunix_lacks_are_refused_at_once() -> None:
     for changes, said in (
         ({"devices": (1, 3)}, r"^devices is \[1, 3\]: its tp of 3"),
         ({"devices": (1, 1), "overrides": {"lora.target_modules": ["k_proj"]}}, "take all or none"),
@@ -115,7 +115,7 @@ def test_what_tunix_does_not_have_is_told_at_once() -> None:
             prepared_session(model=str(model_of("gemma3")), backend="tunix", **changes)
 
 
-def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
+def test_rows_that_replace_others_get_their_prompts(sampling_calls: list[Any]) -> None:
     config = few()
     prepared = prepare_session(config)
     own = [{"role": "user", "content": "One and one?"}]
@@ -130,7 +130,7 @@ def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
 
 
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
-    asked: list[Any],
+    sampling_calls: list[Any],
 ) -> None:
     config = TrainingConfig(
         model="tiny", dataset="arithmetic", dataset_max=20, num_batches=2, total_generation_steps=4

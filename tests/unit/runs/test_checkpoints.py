@@ -96,7 +96,9 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_dying_while_saving_leaves_the_last_one(tmp_path: Path, point: str, die_at: DieAt) -> None:
+def test_a_crash_while_saving_leaves_the_last_checkpoint(
+    tmp_path: Path, point: str, die_at: DieAt
+) -> None:
     checkpoints.save(tmp_path, 10, fill)
     die_at(point, lambda: checkpoints.save(tmp_path, 20, fill))
     assert steps(tmp_path) == ([10, 20] if point == "folder:step-20:after" else [10])
@@ -108,7 +110,9 @@ def test_dying_while_saving_leaves_the_last_one(tmp_path: Path, point: str, die_
 
 
 @pytest.mark.parametrize("moment", ["before", "moved", "after"])
-def test_dying_while_pruning_leaves_whole_ones(tmp_path: Path, moment: str, die_at: DieAt) -> None:
+def test_a_crash_while_pruning_leaves_complete_checkpoints(
+    tmp_path: Path, moment: str, die_at: DieAt
+) -> None:
     for step in (10, 20, 30):
         checkpoints.save(tmp_path, step, fill)
     die_at(f"remove:step-10:{moment}", lambda: checkpoints.prune(tmp_path, keep=2))

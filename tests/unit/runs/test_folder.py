@@ -172,7 +172,7 @@ class TestEnd:
 
 
 class TestResume:
-    def test_goes_on_with_the_new_config(self, tmp_path: Path) -> None:
+    def test_continues_with_the_new_config(self, tmp_path: Path) -> None:
         path = _closed(tmp_path)
         with RunFolder.open(path) as run:
             changed = {**CONFIG, "training": {"max_steps": 20}}

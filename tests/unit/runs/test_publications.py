@@ -66,7 +66,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_live_one_has_is_not(
+def test_publications_of_killed_processes_are_deleted_and_of_live_ones_kept(
     memory: Path, tmp_path: Path
 ) -> None:
     def started(run: str) -> tuple[subprocess.Popen[str], Path]:
@@ -90,7 +90,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_live_one_has_is_not(
         live.kill()
 
 
-def test_a_folder_of_somebody_else_is_not_used(memory: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_not_used(memory: Path, tmp_path: Path) -> None:
     (memory / f"groupwise-{os.getuid()}").mkdir()
     (memory / f"groupwise-{os.getuid()}").chmod(0o777)
     assert publications.claim(tmp_path / "a", 10).is_relative_to(tmp_path / "disk")

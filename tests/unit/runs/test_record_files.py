@@ -102,7 +102,7 @@ def test_both_formats_have_the_same_rows(rich, tmp_path, monkeypatch, at_once):
 
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
-def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
+def test_exported_tables_hold_origin_messages_notes_and_metrics(rich, tmp_path, to):
     write_record(rich, to, tmp_path, 1)
     first, second, _ = rows(tmp_path, to, "rollouts")
     assert (first["origin"], first["again"], first["completion"]) == ("replay", 5, "half ?")

@@ -138,7 +138,7 @@ def test_put_together_they_are_the_record(tmp_path, keep_tokens):
     assert all(before.values())
 
 
-def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_goes_on(run):
+def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_continues(run):
     path = lose(run)
     recover(path)
     with RunFolder.open(path) as folder:
@@ -184,7 +184,7 @@ def test_each_begins_where_the_one_before_ended(run):
     assert not (run.checkpoints / "step-2").exists()
 
 
-def test_one_that_is_gone_is_made_up_for_by_the_next(run, tmp_path):
+def test_a_missing_segment_is_made_up_for_by_the_next_one(run, tmp_path):
     run.path.joinpath("checkpoints/step-4/record.db").unlink()
     write_record_segment(run.path, run.store.path, tmp_path, 5)
     assert steps_of(tmp_path / "record.db") == [2, 3, 4]
@@ -223,7 +223,7 @@ def all_of(record: Path) -> dict[str, list[tuple[object, ...]]]:
     return rows(record, (*TABLES, "evaluations", "evaluation_rows"))
 
 
-def test_many_become_one(tmp_path, merging):
+def test_many_segments_are_merged_into_one(tmp_path, merging):
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
     go_on(run, 0, 9)
     assert kept(run.path) == {"steps-1-to-3.db", "steps-4-to-6.db", "step-7.db", "step-8.db"}
@@ -281,7 +281,7 @@ def die_there(run: Path, point: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_what_belongs_to_a_checkpoint_that_stands_is_not_merged_with_later_ones(tmp_path, merging):
+def test_segments_of_a_protected_checkpoint_are_not_merged_with_later_ones(tmp_path, merging):
     """SFT keeps its best checkpoint; a resume from there drops what came later and nothing else."""
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "sft"})
     go_on(run, 0, 8, protect={3})
@@ -293,7 +293,7 @@ def test_what_belongs_to_a_checkpoint_that_stands_is_not_merged_with_later_ones(
     assert (made.steps, made.lost) == (3, ())
 
 
-def test_one_that_cannot_be_read_is_left_and_told_of(tmp_path, merging, caplog):
+def test_an_unreadable_segment_is_left_and_reported(tmp_path, merging, caplog):
     run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
     go_on(run, 0, 3)
     (run.path / "records/step-2.db").write_bytes(b"no database at all" * 1000)
@@ -334,7 +334,7 @@ def test_damage_is_noticed_and_mended(run, how):
     assert find_damage(run.path / "run.db", thorough=True) is None
 
 
-def test_of_a_long_record_the_tables_are_read_that_a_resume_needs(run, monkeypatch):
+def test_a_resume_reads_only_the_tables_it_needs_of_a_long_record(run, monkeypatch):
     monkeypatch.setattr(record_segments, "MAX_CHECKED_BYTES", 0)
     run._release()
     record = run.path / "run.db"

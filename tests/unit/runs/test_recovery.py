@@ -77,7 +77,7 @@ def test_the_newest_alone_is_a_run_again(run: Path, tmp_path: Path, steps: tuple
     assert (new / "start/adapter").read_bytes() == b"adapter"
 
 
-def test_the_run_goes_on_with_pieces_of_its_own(run: Path, tmp_path: Path) -> None:
+def test_the_run_continues_with_pieces_of_its_own(run: Path, tmp_path: Path) -> None:
     new = travel(run, tmp_path / "new/r", 6)
     recover_by_name("r", tmp_path / "new")
     with RunFolder.open(new) as folder:
@@ -95,7 +95,7 @@ def test_torn_ones_are_passed_over(run: Path, tmp_path: Path) -> None:
     assert (made.steps, made.lost) == (4, ())
 
 
-def test_one_that_carries_nothing_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_record_is_refused(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new/r"
     checkpoints.save(new / "checkpoints", 6, lambda folder: None)
     with pytest.raises(RunNotFoundError, match="Copy the whole folder"):

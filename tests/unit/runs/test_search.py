@@ -278,9 +278,7 @@ ALPHABET = st.one_of(
 
 @settings(max_examples=80, deadline=None)
 @given(st.text(ALPHABET, max_size=30), st.data())
-def test_what_a_text_holds_is_among_what_the_index_knows_of_it(
-    text: str, data: st.DataObject
-) -> None:
+def test_the_index_finds_a_text_by_any_part_of_it(text: str, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(text)))
     part = text[first : data.draw(st.integers(first, len(text)))].lower()
     query = trigram_query([part])
@@ -302,7 +300,7 @@ def test_words_are_found_within_words_of_every_script(tmp_path: Path) -> None:
             assert len(store.rollouts(RolloutFilter(text=words))) == found, words
 
 
-def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
+def test_an_index_of_another_coding_is_rebuilt_and_not_asked_before(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.db"

@@ -73,7 +73,7 @@ def test_other_files_and_newer_ones_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "fish.db")
 
 
-def test_a_full_disk_is_told_apart(tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         path = disk / "birds.db"
         with closing(opened(path)) as connection:

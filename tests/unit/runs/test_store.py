@@ -420,7 +420,7 @@ class TestReaders:
         thread.join()
         assert all(rollouts == 4 * steps for steps, rollouts in seen)
 
-    def test_a_snapshot_holds_still_and_nobody_writes_through_it(self, store: Store) -> None:
+    def test_a_snapshot_does_not_change_and_is_read_only(self, store: Store) -> None:
         fill(store, 1)
         with Store.open(store.path, readonly=True) as reader:
             with reader.snapshot():
@@ -447,7 +447,7 @@ class TestReaders:
 
 class TestRollouts:
     @pytest.mark.parametrize("indexed", [True, False])
-    def test_what_only_the_template_wrote_is_found_as_it_is_shown(
+    def test_text_written_only_by_the_template_is_found(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
     ) -> None:
         without_fts5(monkeypatch, indexed)
@@ -564,7 +564,7 @@ class TestRollouts:
         others = [line for line in found if "rollouts_by" in line and index not in line]
         assert all("rowid=?" in line for line in others), found
 
-    def test_of_each_rollout_only_its_own_parts_are_read(self, crowded: sqlite3.Connection) -> None:
+    def test_only_a_rollouts_own_reward_parts_are_read(self, crowded: sqlite3.Connection) -> None:
         for wanted, lead in (
             (RolloutFilter(part="right", order="newest"), None),
             (RolloutFilter(part="right", step=3), "step"),
@@ -746,9 +746,7 @@ class TestFormat:
         old.close()
         new.close()
 
-    def test_what_a_writer_of_an_older_version_adds_is_seen_and_nothing_is_copied(
-        self, tmp_path: Path
-    ) -> None:
+    def test_rows_of_an_older_writer_are_seen_without_copying(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
         make_old(path, schema.TASKS_SINCE - 1)
         with (
@@ -764,7 +762,7 @@ class TestFormat:
                     assert store.rollouts(RolloutFilter(task="none", order=order)) == []
                 assert store.tasks(5) == ["sums"]
 
-    def test_what_was_written_without_tasks_gets_them(self, tmp_path: Path) -> None:
+    def test_rows_written_before_the_task_column_get_their_task(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
         before = next(n for n, each in enumerate(schema.MIGRATIONS) if schema.FILL_TASKS in each)
         told = (*MIXTURE, {"task": math.nan})

@@ -31,7 +31,7 @@ Passed = Callable[[str], Any]
 
 
 class PointedEngine(FakeEngine):
-    """Reports its points. Once it is closed, calls fail as with parts that are half closed: by an error that is no EngineLost."""
+    """Reports its points. Once it is closed, calls fail as with parts that are half closed: by an error that is not an EngineLost."""
 
     def __init__(self, passed: Passed) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ async def test_a_checkpoint_that_stood_before_the_server_ended_is_answered_by_th
 
 
 @pytest.mark.parametrize("ask", ["a step", "rewards", "rewards of several"])
-async def test_whoever_asks_again_after_waiting_in_vain_waits_for_the_same_step(
+async def test_a_retry_after_a_timed_out_wait_waits_for_the_same_step(
     ask: str, tmp_path: Path
 ) -> None:
     def whole(answer: httpx2.Response) -> dict[str, Any]:

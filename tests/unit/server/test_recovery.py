@@ -141,7 +141,7 @@ class Healed(Served):
         return await super()._engine()
 
 
-async def test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_goes_on(
+async def test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     server = Healed(tmp_path, [Fault("step", "die", "begun", step=1)])
@@ -180,7 +180,9 @@ async def test_an_engine_that_ends_too_often_is_not_begun_again(tmp_path: Path) 
         await expect_refusal("engine_failed", server.ask())
 
 
-async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) -> None:
+async def test_a_step_committed_before_a_crash_is_reported_once_by_the_next_server(
+    tmp_path: Path,
+) -> None:
     """The server dies with the step committed, and before it knows: the engine's record says so, and the step is told once."""
     server = Served(tmp_path)
     await server.service.begin()
@@ -201,7 +203,7 @@ async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) ->
         assert [event.data["step"] for event in event_list if event.kind == "step"] == [0]
 
 
-async def test_the_server_is_killed_or_shut_down_after_every_step_and_goes_on(
+async def test_the_server_is_killed_or_shut_down_after_every_step_and_continues(
     tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
 ) -> None:
     for step in range(STEPS):

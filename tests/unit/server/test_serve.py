@@ -225,7 +225,7 @@ def code_of(answer: httpx2.Response) -> str:
 # Answers
 
 
-async def test_one_is_answered_flat_and_several_as_groups_and_a_wait_in_vain_is_202() -> None:
+async def test_one_group_is_answered_flat_several_as_a_list_and_a_vain_wait_with_202() -> None:
     reward = {"group_id": "g-1", "rewards": [1]}
     async with client_of(app_of(FakeService())) as client:
         one = await client.post("/completions", json={"prompt": "a"})
@@ -461,9 +461,7 @@ def _check_references(value: Any, document: Any) -> None:
 NAME = {"Idempotency-Key": "once"}
 
 
-async def test_whoever_comes_meanwhile_waits_and_where_the_first_is_refused_the_next_does_the_work() -> (
-    None
-):
+async def test_a_repeated_request_waits_and_does_the_work_if_the_first_is_refused() -> None:
     service = FakeService()
     service.blocked.add("completions")
     async with client_of(app_of(service)) as client:
@@ -525,7 +523,7 @@ async def test_readiness_says_why_not() -> None:
     assert "engine is being started" in waiting.json()["detail"]
 
 
-async def test_bodies_are_plain_or_gzip_and_names_of_other_servers_are_told() -> None:
+async def test_bodies_are_plain_or_gzip_and_names_of_other_servers_are_reported() -> None:
     body = b'{"prompt": "a"}'
     encoded = {
         "gzip": gzip.compress(body),

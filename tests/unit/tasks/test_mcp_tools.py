@@ -34,7 +34,7 @@ async def begun(tools: McpTools) -> ToolEnvironment:
     return environment
 
 
-async def told(environment: ToolEnvironment, *calls: str) -> list[str]:
+async def tool_answers(environment: ToolEnvironment, *calls: str) -> list[str]:
     observation: Any = (await environment.step("".join(calls))).observation
     return [message["content"] for message in observation]
 
@@ -47,7 +47,7 @@ async def test_a_rollout_calls_the_tools_that_are_offered() -> None:
     assert functions[0]["description"] == "Add two numbers."
     assert functions[0]["parameters"]["required"] == ["a", "b"]
     rollout = await begun(tools)
-    answers = await told(
+    answers = await tool_answers(
         rollout, call("my_add", a=1, b=2), call("add", a=3, b=4), call("my_speak", length=5),
         call("speak", length=5), call("add", a="x", b=1),
     )  # fmt: skip
@@ -66,12 +66,12 @@ async def test_nothing_of_a_rollout_reaches_another_unless_the_server_is_shared(
     shared = {**STDIO, "tools": ["remember"], "shared": True, "tool_prefix": "s_"}
     tools = McpTools({"own": own, "shared": shared})
     first, second = await begun(tools), await begun(tools)
-    assert await told(first, call("remember", note="x"), call("s_remember", note="x")) == [
+    assert await tool_answers(first, call("remember", note="x"), call("s_remember", note="x")) == [
         "x x red",
         "x x None",
     ]
     await first.close()
-    assert await told(second, call("remember", note="y"), call("s_remember", note="y")) == [
+    assert await tool_answers(second, call("remember", note="y"), call("s_remember", note="y")) == [
         "y y red",
         "x+y x+y None",
     ]
@@ -80,12 +80,12 @@ async def test_nothing_of_a_rollout_reaches_another_unless_the_server_is_shared(
 
 async def test_a_server_that_hangs_or_dies_is_an_error_of_one_call() -> None:
     rollout = await begun(McpTools({"one": {**STDIO, "time_limit": 2.0}}))
-    (late,) = await told(rollout, call("hang"))
+    (late,) = await tool_answers(rollout, call("hang"))
     assert late.startswith("error: one did not answer within 2 s;")
-    assert await told(rollout, call("add", a=1, b=2)) == ["3"]
-    (ended,) = await told(rollout, call("die"))
+    assert await tool_answers(rollout, call("add", a=1, b=2)) == ["3"]
+    (ended,) = await tool_answers(rollout, call("die"))
     assert ended.startswith("error: one ended;")
-    assert await told(rollout, call("add", a=1, b=2)) == ["3"]
+    assert await tool_answers(rollout, call("add", a=1, b=2)) == ["3"]
     await rollout.close()
 
 
@@ -120,7 +120,7 @@ def service() -> Iterator[str]:
 
 async def test_a_service_is_asked_over_http(service: str) -> None:
     rollout = await begun(McpTools({"one": {"url": service}}))
-    assert await told(rollout, call("add", a=1, b=2)) == ["3"]
+    assert await tool_answers(rollout, call("add", a=1, b=2)) == ["3"]
     await rollout.close()
 
 

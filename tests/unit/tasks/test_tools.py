@@ -48,7 +48,7 @@ async def answer(tools: Tools, completion: str, prompt: Any = "p") -> Step:
     return await environment.step(completion)
 
 
-async def told(tools: Tools, completion: str) -> str:
+async def tool_answer(tools: Tools, completion: str) -> str:
     observation = (await answer(tools, completion, [{"role": "user", "content": "p"}])).observation
     assert isinstance(observation, list)
     (message,) = observation
@@ -121,8 +121,8 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
     ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
     ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
 ])  # fmt: skip
-async def test_mistakes_are_told_to_the_policy(completion, said):
-    assert (await told(Tools([add, divide]), completion)).startswith(said)
+async def test_errors_of_tools_are_returned_to_the_policy(completion, said):
+    assert (await tool_answer(Tools([add, divide]), completion)).startswith(said)
 
 
 def test_calls_are_found_however_they_are_cut():

@@ -69,7 +69,7 @@ def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
     assert known.isdisjoint(foreign_to_rl())
     sections = {leaf.path[0] for leaf in leaves(RunConfig)}
     keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
-    for advice in foreign_to_rl().values():
+    for advice in (each.advice for each in foreign_to_rl().values()):
         named = [word.strip(".,") for word in advice.split() if word.split(".")[0] in sections]
         assert all(name in keys for name in named if "." in name), advice
 
@@ -128,7 +128,7 @@ def test_the_resolved_config_loads_to_the_same(given: list[str]) -> None:
     assert compare_for_resume(stored, config).fixed == {}
 
 
-def test_one_completion_a_prompt_suits_only_what_compares_none() -> None:
+def test_one_completion_per_prompt_is_refused_for_algorithms_that_compare_groups() -> None:
     def alone(**algorithm: Any) -> Any:
         return load_config({**MINIMAL, "training": {"num_generations": 1}, "algorithm": algorithm})
 
@@ -238,7 +238,7 @@ def test_the_view_shows_everything_and_cannot_be_written() -> None:
         seen.task.words = 4
 
 
-def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = """\
 training:
   learning_rat: 1e-5

@@ -46,7 +46,7 @@ def test_a_name_from_elsewhere_leads_to_what_it_is_here(name: str, said: str) ->
 
 
 @pytest.mark.parametrize("section", ["", "model.", "lora.", "data.", "training.", "algorithm.", "sampler.", "eval.", "run."])  # fmt: skip
-def test_a_name_of_nobody_gets_three_names_at_most(section: str) -> None:
+def test_an_unknown_key_gets_at_most_three_suggestions(section: str) -> None:
     assert (
         len(said_of(f"{section}qqq").partition("nearest are ")[2].partition("\n")[0].split(", "))
         == 3
@@ -68,7 +68,9 @@ def test_parameters_of_rewards_and_callbacks_are_there() -> None:
         "callback": {name: builtin(name) for name in BUILTIN},
     }
     found = 0
-    for advice in {*foreign_to_rl().values(), *foreign_to_sft().values()}:
+    for advice in {
+        each.advice for keys in (foreign_to_rl(), foreign_to_sft()) for each in keys.values()
+    }:
         for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):
             assert parameter in inspect.signature(kinds[kind][name]).parameters, advice
             found += 1

@@ -35,7 +35,7 @@ def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> 
     return placement.choose_layout(config, longest_prompt=12).processes
 
 
-def test_one_process_for_each_core_that_has_enough_to_do(monkeypatch):
+def test_the_number_of_processes_follows_cores_and_step_size(monkeypatch):
     step = {"prompts_per_step": 4, "num_generations": 8}
     assert processes(monkeypatch, cores=2, training=step) == 2
     assert processes(monkeypatch, cores=4, training=step) == 4

@@ -124,7 +124,7 @@ class NativeModel:
 
     @torch.no_grad()
     def take_weights(self, model: CausalModel) -> None:
-        """Take the weights that the model has now, in the same memory, which recordings read: those that are no views of its modules'."""
+        """Copy the model's weights of now into the same memory, which recordings read; views of its modules' weights need no copy."""
         self._cache = None
         modules, body = dict(model.named_modules()), cast("Any", model.get_decoder())
         for linear in self.products:
@@ -391,7 +391,7 @@ def _unreadable(model: CausalModel) -> str | None:
     """Why one of its weights is not a plain matrix in the model's number format, e.g. in a quantised model; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
-            return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
+            return f"{name} is a {type(module).__name__}, whose weights are not a plain matrix"
         if module.weight.dtype != model.dtype:
             reason = f"{name} is kept in {module.weight.dtype}, the model in {model.dtype}"
             return reason.replace("torch.", "")

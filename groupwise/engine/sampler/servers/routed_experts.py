@@ -26,7 +26,7 @@ def read_routed_experts(value: object, shape: RouterShape, tokens: int) -> Route
     try:
         found = np.load(BytesIO(b64decode(value, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError, MemoryError) as error:
-        raise EndpointError(f"returned experts that are no NumPy array: {error}") from None
+        raise EndpointError(f"returned experts that are not a NumPy array: {error}") from None
     expected = (tokens - 1, shape.layers, shape.top_k)
     if not isinstance(found, np.ndarray) or found.shape != expected or found.dtype.kind not in "iu":
         raise EndpointError(

@@ -66,7 +66,7 @@ class Gateway:
         return await self._run_effect(name, lambda: self._writes.commit(epoch, fn, ends=ends))
 
     async def read(self, fn: Callable[[Session], T]) -> T:
-        """Read the database. That changes nothing, so it is no effect, but a dead process must not read either."""
+        """Read the database. That changes nothing, so it is not an effect, but a dead process must not read either."""
         self._require_alive()
         result = await self.database.read_in_thread(fn)
         self._require_alive()

@@ -174,7 +174,7 @@ def _member_at_fault(move: Move) -> Mapping[str, Any]:
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
     """Quarantine the failed member's GPUs (those that the reason names, else all) until an operator has checked them.
 
-    Output of a job is no evidence by itself, or one job could disable a whole fleet. It is only recorded as a report: an operator sees the
+    Output of a job is not evidence by itself, or one job could disable a whole fleet. It is only recorded as a report: an operator sees the
     event, other jobs still get the GPU, and it is quarantined once another job reports it too.
     """
     member = _member_at_fault(move)

@@ -53,7 +53,7 @@ KEPT_BACK = {
     "broken": "the machine could not read it",
     "not_utf8": "a name that is not UTF-8",
 }
-"""Reasons why the machine does not offer a plain file. All its other reasons concern things that are no plain file."""
+"""Reasons why the machine does not offer a plain file. All its other reasons concern things that are not plain files."""
 NAMED = {
     "link": "a symbolic link stands there or above it, and links are not followed: write into the folder itself",
     "device": "a device stands there, and only files and folders are fetched",

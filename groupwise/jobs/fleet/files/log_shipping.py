@@ -220,7 +220,7 @@ class File(_Writer):
 
 
 def _ends_within_line(path: Path) -> bool:
-    """True if the last byte of a regular file is no line end."""
+    """True if the last byte of a regular file is not a line end."""
     size = path.stat().st_size if path.is_file() else 0
     if size == 0:
         return False

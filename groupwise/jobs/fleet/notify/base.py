@@ -54,7 +54,7 @@ def ids_in(message: bytes) -> frozenset[str]:
     """Read the ids from an untrusted message; empty for anything that has none of these forms.
 
     An id as plain text, a JSON string, `{"job_id": "…"}`, `{"job_ids": ["…"]}`, or a JSON list of strings and such objects. Entries
-    of a list that are no ids are ignored.
+    of a list that are not ids are ignored.
     """
     if len(message) > LARGEST:
         return frozenset()
@@ -86,7 +86,7 @@ def _ids_within(document: Any, depth: int) -> Iterator[str]:
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
-    """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is no id is left out, because no
+    """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is not an id is left out, because no
     listener would accept it.
     """
     batch: list[str] = []

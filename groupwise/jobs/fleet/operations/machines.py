@@ -582,20 +582,7 @@ def change(
     if before == after:
         return _with_gpus(session, actor, vm)
     if moved_columns := [name for name in PLACE if before.get(name) != after.get(name)]:
-        # Something may still run there, and dispatchers would look for it in another place.
-        consequence = f"its {' and '.join(moved_columns)} cannot be changed"
-        _require_unused(
-            session,
-            vm,
-            f", so {consequence} now",
-            next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
-        )
-        if _may_still_run_there(session, vm.vm_id):
-            raise Refusal(
-                "vm_in_use",
-                f"processes of an attempt that was given up may still run on {vm.vm_id}, so {consequence}: a dispatcher ends them as soon "
-                "as the machine answers.",
-            )
+        _require_movable(session, vm, moved_columns)
     for name, value in after.items():
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
@@ -606,6 +593,23 @@ def change(
     _append_event(session, actor, events.VM_CHANGED, vm, before=before, after=after)
     requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
+
+
+def _require_movable(session: Session, vm: VM, columns: Sequence[str]) -> None:
+    """Raise `vm_in_use` if something may still run on the machine: dispatchers would look for it where the columns lead afterwards."""
+    consequence = f"its {' and '.join(columns)} cannot be changed"
+    _require_unused(
+        session,
+        vm,
+        f", so {consequence} now",
+        next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
+    )
+    if _may_still_run_there(session, vm.vm_id):
+        raise Refusal(
+            "vm_in_use",
+            f"processes of an attempt that was given up may still run on {vm.vm_id}, so {consequence}: a dispatcher ends them as soon as "
+            "the machine answers.",
+        )
 
 
 def _merge_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -465,7 +465,7 @@ _VM_COLUMNS = (
 
 
 def kept_for(column: Any) -> frozenset[str] | None:
-    """The projects whose jobs a machine accepts; None: any. Users may write this column by hand: a value that is no list allows none."""
+    """The projects whose jobs a machine accepts; None: any. Users may write this column by hand: a value that is not a list allows none."""
     if column is None:
         return None
     projects = cast("list[Any]", column) if isinstance(column, list) else []

@@ -306,7 +306,7 @@ def _webhook_problems(address: str | None) -> list[str]:
     except ValueError as error:
         return [f"webhook {address[:100]!r}: {error}"]
     if not is_host(host) or port == 0:
-        return [f"webhook {address[:100]!r}: {host!r} port {port} is no place on any network"]
+        return [f"webhook {address[:100]!r}: {host!r} port {port} is not a valid address"]
     return []
 
 

@@ -37,7 +37,7 @@ _UUID = re.compile(rf"(?:GPU|MIG)-(?!{_PROFILE}$).+", re.IGNORECASE)
 _MODEL_WORD = re.compile(rf"{_PROFILE}|[^\W_]+")
 _GIGABYTES = re.compile(r"(\d+)gi?b?")
 _VARIANTS = frozenset({"ti", "super", "d", "xt", "xtx", "ada", "laptop"})
-"""Words that make another card of the same number: an `RTX 4070 Ti` is no `RTX 4070`."""
+"""Words that make another card of the same number: an `RTX 4070 Ti` is not an `RTX 4070`."""
 
 
 class Resources(FailFast, BaseModel):

@@ -62,7 +62,7 @@ class Moment(TypeDecorator[datetime]):
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Any:
-        """Read a value of SQLite that was written by hand and is no time as None: the query goes on, and admission reports it."""
+        """Read a value of SQLite that was written by hand and is not a time as None: the query goes on, and admission reports it."""
         processor: Any = super().result_processor(dialect, coltype)
 
         def readable(value: Any) -> datetime | None:
@@ -204,7 +204,7 @@ class GPU(Base):
     quarantine_reason: Mapped[str | None] = mapped_column(Text)
     """The reason why no job gets it until an operator clears it."""
     fault_report: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """The last report in a job's log that it is broken, which is no proof: job_id, epoch, at, message. NULL once an operator clears it."""
+    """The last report in a job's log that it is broken (no proof): job_id, epoch, at, message. NULL once an operator clears it."""
     observed_at: Mapped[float | None] = mapped_column(Float)
 
 

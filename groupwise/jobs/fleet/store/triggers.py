@@ -438,7 +438,7 @@ def _machine_rules(dialect: str) -> Iterator[Rule]:
     for operation in ("INSERT", "UPDATE"):
         for column, condition in conditions.items():
             kind = MACHINE_DOCUMENTS.get(column)
-            expected = f"a JSON {kind} is wanted" if kind else "this is no value for it"
+            expected = f"a JSON {kind} is wanted" if kind else "this is not a valid value"
             message = f"{column} of a machine: {expected}"
             yield Rule(f"vm_{column}_{operation.lower()}", "vms", operation, condition, message)
         yield Rule(

@@ -33,7 +33,7 @@ MAX_MANIFESTS = 10_000
 MANIFESTS_TOGETHER = 32 << 20
 """Most bytes of manifests that are read at once for an attempt; reading them takes about a second."""
 REMEMBERED_ABOVE = 64 << 10
-"""Size in bytes. Smaller files that are no checkpoint's manifest are not remembered: reading them again is cheap."""
+"""Size in bytes. Smaller files that are not the manifest of a checkpoint are not remembered: reading them again is cheap."""
 MAX_STEPS = 1 << 63
 """The highest step that a database column can hold, plus one."""
 

@@ -128,7 +128,7 @@ def read_apps(report: GpuReport, output: ProbeOutput) -> None:
 def sort_lines(
     report: GpuReport, output: ProbeOutput, lines: list[str], found: Sequence[object]
 ) -> str:
-    """Add the lines that are no rows to the report; returns the answer's status. A GPU that is lost makes no answer incomplete."""
+    """Add the lines that are not rows to the report; returns the answer's status. A lost GPU does not make an answer incomplete."""
     lines += [line.strip() for line in output.stderr.split("\n") if LOST.search(line)]
     lost = [line for line in lines if LOST.search(line)]
     report.lost += [line for line in dict.fromkeys(lost) if line not in report.lost]
@@ -227,7 +227,7 @@ def parse_gpus(
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
     """True if the cell contains an error, or the GPU does not report its memory. With MIG enabled a missing memory value is normal. An
-    error in `utilization.gpu` is no fault: some vGPUs, and GPUs of WSL, always have one."""
+    error in `utilization.gpu` is not a fault: some vGPUs, and GPUs of WSL, always have one."""
     text = normalize_cell(cell)
     if name in ("index", "uuid", "utilization.gpu"):
         return False

@@ -152,7 +152,7 @@ def attempt_by_name(root: Root, name: str) -> Attempt:
 
 
 def list_attempts(root: Root) -> tuple[list[Attempt], list[str]]:
-    """All attempts, and the names below `attempts` that are no attempts. Names with a leading dot are folders that are being prepared or
+    """All attempts, and the names below `attempts` that are not attempts. Names with a leading dot are folders that are being prepared or
     removed."""
     try:
         names = sorted(os.listdir(root.at("attempts")))

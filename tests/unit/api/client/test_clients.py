@@ -2,7 +2,7 @@
 
 1. What may pass is sent again, with the same idempotency key; what may not is not.
 2. `Retry-After` holds; patience ends.
-3. What is no answer says what came. The key never shows.
+3. The error for a response that is not an answer says what came. The key never shows.
 4. Streams go on after a cut; a model is there whole or not at all.
 """
 
@@ -140,7 +140,7 @@ def lost() -> Exception:
     return httpx2.ReadError("the connection is gone")
 
 
-def test_patience_ends_and_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
+def test_patience_ends_and_a_server_that_does_not_answer_is_reported_once_and_once_when_it_does(
     ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask(Server(refusal("too_busy"), GROUP), "completions", "p")
@@ -177,7 +177,7 @@ def test_where_nothing_listens_a_call_ends_sooner(ask: Ask) -> None:
     assert ask(Server(*[refused] * 5, {"status": "stopped"}), "stop").status == "stopped"
 
 
-def test_mistakes_are_told_before_anything_is_sent_and_garbage_is_no_answer(ask: Ask) -> None:
+def test_mistakes_are_reported_before_anything_is_sent_and_garbage_is_no_answer(ask: Ask) -> None:
     server = Server({})
     with pytest.raises(InvalidRequest) as caught:
         ask(server, "rewards", "g-1", [1, float("nan"), "x"])
@@ -213,7 +213,7 @@ class Cut(httpx2.SyncByteStream, httpx2.AsyncByteStream):
             yield chunk
 
 
-def test_events_go_on_where_they_were_cut_off_each_once(ask: Ask) -> None:
+def test_events_continue_where_they_were_cut_off_each_once(ask: Ask) -> None:
     first = event(4) + b": still here\n\n" + event(5)[:9]
     pieces = [first[i : i + 1] for i in range(len(first))]
     server = Server(

@@ -94,7 +94,9 @@ async def test_a_client_that_pipelines_too_many_requests_is_disconnected() -> No
     assert (await answer(NEXT * 2_000)).count(b" 200 ") < 20
 
 
-async def test_who_does_not_read_the_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listening, "UNREAD_SECONDS", 0.01)
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ import sys
 from groupwise.api.http.logs import TextFormatter
 
 
-def test_what_others_have_written_is_harmless_in_messages_and_in_what_went_wrong() -> None:
+def test_control_characters_are_escaped_in_log_messages_and_tracebacks() -> None:
     try:
         raise ValueError("bad\x1b]0;owned\x07 \u202ename")
     except ValueError:

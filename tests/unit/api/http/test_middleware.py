@@ -187,7 +187,7 @@ async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
         assert (await client.get("/status")).status_code == 200
 
 
-async def test_who_goes_away_ends_sampling_and_waits_and_nothing_that_is_committed() -> None:
+async def test_a_disconnect_cancels_sampling_and_waiting_but_no_committed_work() -> None:
     service = FakeService()
     app = app_of(service)
     sent = {
@@ -214,7 +214,7 @@ async def test_who_goes_away_ends_sampling_and_waits_and_nothing_that_is_committ
     assert service.cancelled == ["completions", "rewards"], "a run is begun whoever listens"
 
 
-async def test_whoever_waits_for_the_same_answer_goes_on_when_the_first_client_has_gone() -> None:
+async def test_a_second_request_with_the_same_key_survives_the_disconnect_of_the_first() -> None:
     service = FakeService()
     service.blocked.add("completions")
     async with (

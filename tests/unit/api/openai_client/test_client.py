@@ -25,7 +25,7 @@ from groupwise.core.retry import Timing
 
 KEY = "sk-secret-0123456789"
 TODAY = 1_700_000_000.0
-ASKED = [{"role": "user", "content": "Two and two?"}]
+PROMPT = [{"role": "user", "content": "Two and two?"}]
 
 
 class Clock:
@@ -108,11 +108,11 @@ async def test_chat_sends_what_is_given_and_reads_every_field() -> None:
     )
     given: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ["\n"]}
     async with client(service) as asking:
-        answer = await asking.chat(ASKED, **given, extra={"min_p": 0.1})
+        answer = await asking.chat(PROMPT, **given, extra={"min_p": 0.1})
         text = await asking.complete("Two and two:")
         assert await asking.models() == ("a", "b")
     assert service.asked[:2] == [
-        {"model": "m", "messages": ASKED, **given, "min_p": 0.1},
+        {"model": "m", "messages": PROMPT, **given, "min_p": 0.1},
         {"model": "m", "prompt": "Two and two:"},
     ]
     assert str(service.requests[0].url) == "http://host:1/v1/chat/completions"
@@ -147,7 +147,7 @@ async def test_one_limit_pauses_all_callers_and_no_more_are_under_way_than_allow
             Endpoint("http://h", "m"), concurrency=at_once, timing=timing, transport=transport
         )
         async with asking:
-            await asyncio.gather(*(asking.chat(ASKED) for _ in range(12)))
+            await asyncio.gather(*(asking.chat(PROMPT) for _ in range(12)))
         assert (len(times), most) == (13, at_once)
         assert min(times[at_once:]) >= times[0] + 30
 
@@ -157,7 +157,7 @@ async def test_the_key_shows_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     refused = httpx2.Response(401, json={"error": {"message": f"Wrong key {KEY}."}})
     async with client(Service(refused)) as asking:
         with pytest.raises(EndpointError, match=r"Wrong key ….*\n.*TEST_KEY holds") as caught:
-            await asking.chat(ASKED)
+            await asking.chat(PROMPT)
     shown = [str(caught.value), repr(asking.endpoint), caplog.text]
     assert not [text for text in shown if KEY in text]
     again = pickle.loads(pickle.dumps(caught.value))
@@ -168,7 +168,7 @@ async def failed(service: Service, said: str, **given: Any) -> EndpointError:
     """That a request fails with these words."""
     async with client(service, **given) as asking:
         with pytest.raises(EndpointError, match=said) as caught:
-            await asking.chat(ASKED)
+            await asking.chat(PROMPT)
     return caught.value
 
 
@@ -178,7 +178,7 @@ async def failed(service: Service, said: str, **given: Any) -> EndpointError:
 async def test_temporary_failures_are_retried(failure: Reply) -> None:
     service, clock = Service(failure, failure, completion("x")), Clock()
     async with client(service, clock) as asking:
-        assert (await asking.chat(ASKED)).texts == ("x",)
+        assert (await asking.chat(PROMPT)).texts == ("x",)
     assert clock.slept == [1.0, 2.0]
     assert len(service.asked) == 3
 
@@ -220,7 +220,7 @@ async def test_an_attempt_has_its_time_and_without_a_key_none_is_sent(
     transport = httpx2.MockTransport(never)
     async with Client(endpoint, timing=Clock().timing(), transport=transport) as asking:
         with pytest.raises(EndpointError, match=r"no answer in 0.01 s \(2 times\)"):
-            await asking.chat(ASKED)
+            await asking.chat(PROMPT)
     assert "Authorization" not in asked[0].headers
 
 
@@ -229,7 +229,7 @@ async def test_retry_after_holds() -> None:
         limited = httpx2.Response(429, headers={"Retry-After": header})
         service, clock = Service(limited, completion("x")), Clock()
         async with client(service, clock) as asking:
-            await asking.chat(ASKED)
+            await asking.chat(PROMPT)
         assert clock.slept == [33.0]  # and a tenth of it by the jitter, which is 1 here
     for none in (None, "soon", "nan", "inf", "Tue, 99 Foo"):
         assert retry_after(none, TODAY) is None
@@ -241,20 +241,20 @@ async def test_retry_after_holds() -> None:
 async def test_missing_choices_are_asked_for_with_seeds_that_count_on() -> None:
     service = Service(completion("a", "b"), completion("c"), completion("d", "e"))
     async with client(service) as asking:
-        answer = await asking.chat(ASKED, n=4, seed=10)
+        answer = await asking.chat(PROMPT, n=4, seed=10)
         assert answer.texts == ("a", "b", "c", "d")
         seeds = [(asked.get("n"), asked["seed"]) for asked in service.asked]
         assert seeds == [(4, 10), (2, 12), (None, 13)]
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (21, 9)
-        assert (await asking.chat(ASKED, n=4, or_fewer=True)).texts == ("d", "e")
+        assert (await asking.chat(PROMPT, n=4, or_fewer=True)).texts == ("d", "e")
     assert len(service.asked) == 4
 
 
 async def test_a_service_that_refuses_several_is_asked_one_by_one() -> None:
     service = Service(lambda request: 400 if b'"n"' in request.content else completion("x"))
     async with client(service) as asking:
-        assert (await asking.chat(ASKED, n=3)).texts == ("x", "x", "x")
-        assert (await asking.chat(ASKED, n=2)).texts == ("x", "x")
+        assert (await asking.chat(PROMPT, n=3)).texts == ("x", "x", "x")
+        assert (await asking.chat(PROMPT, n=2)).texts == ("x", "x")
     assert [asked.get("n") for asked in service.asked] == [3, None, None, None, None, None]
 
 
@@ -262,14 +262,14 @@ async def test_answers_of_other_forms() -> None:
     body = completion("a", "b", "c")
     body["choices"].reverse()
     async with client(Service(body)) as asking:
-        assert (await asking.chat(ASKED, n=3)).texts == ("a", "b", "c")
+        assert (await asking.chat(PROMPT, n=3)).texts == ("a", "b", "c")
     parts = [{"type": "thinking"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     contents: list[tuple[Any, str]] = [(None, ""), (parts, "ab"), ("half \ud83d", "half \\ud83d")]
     for content, text in contents:
         body = {"choices": [{"message": {"content": content}}]}
         reply = httpx2.Response(200, content=json.dumps(body).encode())
         async with client(Service(reply)) as asking:
-            answer = await asking.chat(ASKED)
+            answer = await asking.chat(PROMPT)
         assert (answer.texts, answer.finish_reasons) == ((text,), (None,))
 
 

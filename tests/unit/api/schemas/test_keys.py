@@ -15,14 +15,14 @@ from groupwise.api.schemas.keys import (
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import ConfigError, UsageError
 
-MADE = new_key(Role.TRAIN)
-STORED = read_key_file(f"# who trains\n\n{MADE.line}  # Ann\n", "keys")
+NEW_KEY = new_key(Role.TRAIN)
+STORED = read_key_file(f"# who trains\n\n{NEW_KEY.line}  # Ann\n", "keys")
 RING = Keyring(STORED)
 NAME = STORED[0].id
 
 
 @pytest.mark.parametrize(
-    "key", [MADE.key, f"gw-{NAME}-wrong", "gw-unknown-wrong", "nonsense"], ids=str.__len__
+    "key", [NEW_KEY.key, f"gw-{NAME}-wrong", "gw-unknown-wrong", "nonsense"], ids=str.__len__
 )
 def test_an_unknown_id_takes_the_same_path(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
@@ -38,32 +38,42 @@ def test_an_unknown_id_takes_the_same_path(key: str, monkeypatch: pytest.MonkeyP
 
 
 def test_no_key_shows() -> None:
-    secret = MADE.key.rpartition("-")[2]
-    for thing in (MADE, RING, STORED, Keyring(STORED, "0123456789abcdef")):
+    secret = NEW_KEY.key.rpartition("-")[2]
+    for thing in (NEW_KEY, RING, STORED, Keyring(STORED, "0123456789abcdef")):
         assert secret not in repr(thing)
         assert STORED[0].digest.hex() not in repr(thing)
         assert "0123456789abcdef" not in repr(thing)
 
 
 def test_a_wrong_key_file_is_refused_line_by_line_without_showing_it() -> None:
-    text = f"{MADE.key}\nab admin {'0' * 63}\nab boss {'0' * 64}\n{MADE.line}\n{MADE.line}\n"
+    text = (
+        f"{NEW_KEY.key}\nab admin {'0' * 63}\nab boss {'0' * 64}\n{NEW_KEY.line}\n{NEW_KEY.line}\n"
+    )
     with pytest.raises(ConfigError) as caught:
         read_key_file(text, "keys")
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[0] for line in lines] == ["keys:1", "keys:2", "keys:3", "keys:5"]
-    assert MADE.key not in str(caught.value)
+    assert NEW_KEY.key not in str(caught.value)
     assert read_key_file(f"# a comment\u2028evil admin {'0' * 64}\x0c\r\n", "keys") == ()
     for name in ("local", "environment"):
         with pytest.raises(ConfigError, match="of others"):
             read_key_file(f"{name} read {'0' * 64}", "keys")
 
 
-def test_a_key_is_known_by_its_line_and_forged_ones_are_nobodys() -> None:
-    secret = MADE.key.rpartition("-")[2]
-    for key in (MADE.key, "tml" + MADE.key.removeprefix("gw")):  # as the Tinker client sends it
+def test_a_key_is_recognised_by_its_line_and_forged_keys_are_refused() -> None:
+    secret = NEW_KEY.key.rpartition("-")[2]
+    for key in (
+        NEW_KEY.key,
+        "tml" + NEW_KEY.key.removeprefix("gw"),
+    ):  # as the Tinker client sends it
         assert RING.caller(key) == Caller(NAME, Role.TRAIN)
     forged = (
-        *(MADE.key[:-1], MADE.key + "0", MADE.key.upper(), "xx" + MADE.key.removeprefix("gw")),
+        *(
+            NEW_KEY.key[:-1],
+            NEW_KEY.key + "0",
+            NEW_KEY.key.upper(),
+            "xx" + NEW_KEY.key.removeprefix("gw"),
+        ),
         *(f"gw-{NAME}-" + "0" * 64, f"gw-{'0' * 10}-{secret}", STORED[0].digest.hex()),
         *("", "gw--", "ü" * 20, "x" * 100_000),
     )

@@ -34,6 +34,6 @@ def test_tools_and_arguments_as_values_or_as_json(columns):
     ({"enable_thinking": False}, "`enable_thinking`"), ({"chat_template_kwargs": [1]}, "list"), ({"tools": "no JSON"}, "no JSON"),
     ({"tools": {"name": "f"}}, "Expected a list"),
 ])  # fmt: skip
-def test_what_would_have_no_effect_is_refused(columns, told):
+def test_template_columns_without_effect_are_refused(columns, told):
     with pytest.raises(TaskError, match=f"^row 7: .*{told}"):
         for_template(columns, "row 7")

@@ -16,7 +16,7 @@ from groupwise.api.schemas.training import (
 from groupwise.core.settings.field_errors import field_errors
 
 PROMPTS = "must be text, or a list of messages"
-ONE: dict[str, Any] = {"group_id": "g-1", "rewards": [1]}
+ONE_POST: dict[str, Any] = {"group_id": "g-1", "rewards": [1]}
 START: list[tuple[Any, str, str]] = [
     ({"max_steps": "3"}, "max_steps", ""), ({"max_steps": 0}, "max_steps", ""), ({"max_steps": 3.0}, "max_steps", ""),
     ({"max_steps": True}, "max_steps", ""), ({"max_step": 3}, "max_step", "did you mean max_steps?"),
@@ -57,22 +57,22 @@ COMPLETIONS: list[tuple[Any, str, str]] = [
 REWARDS: list[tuple[Any, str, str]] = [
     ({"rewards": [1]}, "group_id", ""),
     ({"group_id": "g-1"}, "rewards", ""),
-    ({**ONE, "rewards": []}, "rewards", ""),
-    ({**ONE, "rewards": [1, "2"]}, "rewards.1", "must be a number or null"),
-    ({**ONE, "rewards": [True]}, "rewards.0", ""),
-    ({**ONE, "rewards": [float("nan")]}, "rewards.0", ""),
-    ({**ONE, "rewards": [-1.1e9]}, "rewards.0", ""),
-    ({**ONE, "group_id": "g" * 65}, "group_id", ""),
-    ({**ONE, "group_id": "g 1"}, "group_id", "must have only letters"),
-    ({**ONE, "include": "later"}, "include", ""),
-    ({**ONE, "timeout": 601}, "timeout", ""),
-    ({**ONE, "timeout": 5}, "timeout", "`wait: true`"),
-    ({**ONE, "completions": ["a", "b"]}, "rewards", ""),
+    ({**ONE_POST, "rewards": []}, "rewards", ""),
+    ({**ONE_POST, "rewards": [1, "2"]}, "rewards.1", "must be a number or null"),
+    ({**ONE_POST, "rewards": [True]}, "rewards.0", ""),
+    ({**ONE_POST, "rewards": [float("nan")]}, "rewards.0", ""),
+    ({**ONE_POST, "rewards": [-1.1e9]}, "rewards.0", ""),
+    ({**ONE_POST, "group_id": "g" * 65}, "group_id", ""),
+    ({**ONE_POST, "group_id": "g 1"}, "group_id", "must have only letters"),
+    ({**ONE_POST, "include": "later"}, "include", ""),
+    ({**ONE_POST, "timeout": 601}, "timeout", ""),
+    ({**ONE_POST, "timeout": 5}, "timeout", "`wait: true`"),
+    ({**ONE_POST, "completions": ["a", "b"]}, "rewards", ""),
     ({"group_id": "g-1", "groups": []}, "groups", ""),
-    ({"groups": [ONE] * 2}, "groups.1.group_id", ""),
-    ({"groups": [{**ONE, "rewards": ["x"]}]}, "groups.0.rewards.0", ""),
+    ({"groups": [ONE_POST] * 2}, "groups.1.group_id", ""),
+    ({"groups": [{**ONE_POST, "rewards": ["x"]}]}, "groups.0.rewards.0", ""),
     ({"groups": [{"group_id": "g-1", "reward": [1]}]}, "groups.0.reward", "did you mean rewards?"),
-    ({"groups": [ONE], "timeout": 5}, "timeout", "`wait: true`"),
+    ({"groups": [ONE_POST], "timeout": 5}, "timeout", "`wait: true`"),
     ([], "", ""),
 ]
 STEP: list[tuple[Any, str, str]] = [

@@ -359,7 +359,7 @@ def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
     assert err.endswith("resume: 0 of 3 jobs, 3 refused\n")
 
 
-def test_mistakes_are_told(still: Command) -> None:
+def test_mistakes_are_reported(still: Command) -> None:
     add = ("vm", "add", "x")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
         (("list", "--status", "runing"), "did you mean running?"),

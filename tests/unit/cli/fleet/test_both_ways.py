@@ -130,7 +130,7 @@ def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
 # --- looking
 
 
-LOOKS = (
+READING_COMMANDS = (
     *(
         "list", "list --status held,cancelled --label is=held", "list --kind COMMAND --project default --limit 2",
         "list --name nobody", "show {done}", "show {waits}", "show {held}", "show {cancelled}", "vm list", "vm show vm-1",
@@ -141,7 +141,7 @@ LOOKS = (
 
 
 def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:
-    for words in LOOKS:
+    for words in READING_COMMANDS:
         for json_too in ((), ("--json",)):
             code, out, err = ways.both(*words.format(**jobs).split(), *json_too)
             assert code == 0, err
@@ -232,7 +232,7 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
 # --- mistakes
 
 
-def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
+def test_mistakes_are_reported_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
     mistakes = (
         *("show job-none", "stop {done}", "release {held} {done} --label a=1", "hold {done}"),
         *("fetch {waits}", "fetch {done} nothing.txt", "fetch {done} --attempt 99999"),
@@ -254,7 +254,7 @@ def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str
             assert '"error"' in ways.both(*told, "--json")[1]
 
 
-def test_what_was_done_before_it_breaks_off_is_told(
+def test_changes_made_before_an_interruption_are_reported(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("groupwise.api.schemas.fleet.MAX_CHANGED", 1)

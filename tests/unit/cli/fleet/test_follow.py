@@ -69,7 +69,7 @@ Said = Callable[[], tuple[str, str]]
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Said:
+def printed_text(capfd: pytest.CaptureFixture[str]) -> Said:
     def both() -> tuple[str, str]:
         told = capfd.readouterr()
         return told.out, told.err
@@ -81,7 +81,7 @@ def follow(fleet: Fleet, **more: Any) -> dict[str, Any]:
     return follow_log(cast("Any", fleet), "job-1", sleep=fleet.passes, **more)
 
 
-def test_all_attempts_to_the_end(said: Said) -> None:
+def test_all_attempts_to_the_end(printed_text: Said) -> None:
     fleet = Fleet(of_3=b"first\n")
 
     def again() -> None:
@@ -93,7 +93,7 @@ def test_all_attempts_to_the_end(said: Said) -> None:
 
     fleet.later = [again, ends]
     assert follow(fleet)["status"] == "completed"
-    assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: attempt 7 —\n")
+    assert printed_text() == ("first\nsecond\nand last\n", "— job-1 is tried again: attempt 7 —\n")
 
 
 @pytest.fixture
@@ -102,18 +102,20 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_letters_that_are_cut_by_a_piece_are_whole_in_a_terminal(said: Said) -> None:
+def test_letters_that_are_cut_by_a_piece_are_whole_in_a_terminal(printed_text: Said) -> None:
     text = "naïve €uro — 日本\n"
     assert "\ufffd" in text.encode()[: 2 * PIECE].decode("utf-8", "replace")
     fleet = Fleet(of_3=text.encode())
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None)
     fleet.status = "completed"
     follow(fleet)
-    assert said()[0] == text * 2
+    assert printed_text()[0] == text * 2
 
 
 @pytest.mark.parametrize(("tail", "before"), [(0, ""), (1, "two\n"), (9, "one\ntwo\n")])
-def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, before: str) -> None:
+def test_it_begins_near_the_end_and_repeats_nothing(
+    printed_text: Said, tail: int, before: str
+) -> None:
     fleet = Fleet(of_3=b"one\ntwo\n")
 
     def ends() -> None:
@@ -122,33 +124,35 @@ def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, befor
 
     fleet.later = [ends]
     follow(fleet, tail=tail)
-    assert said() == (f"{before}three\n", "")
+    assert printed_text() == (f"{before}three\n", "")
 
 
-def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
+def test_the_log_of_one_attempt_is_printed_so_far(printed_text: Said) -> None:
     fleet = Fleet(of_3=b"first log\n", of_7=b"second log\n", of_9=b"")
     for more, out in (
         ({"epoch": 3}, "first log\n"),
         ({"epoch": 7, "tail": 1}, "second log\n"),
     ):
         print_log(cast("Any", fleet), "job-1", **{"epoch": None, "tail": None, **more})
-        assert said() == (out, "")
+        assert printed_text() == (out, "")
     print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
-    assert said() == ("", "job-1 has written nothing yet\n")
+    assert printed_text() == ("", "job-1 has written nothing yet\n")
     del fleet.logs[9]  # it has begun, and nothing of it has come
     print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
-    assert said() == ("second log\n", "")
+    assert printed_text() == ("second log\n", "")
     assert follow(fleet, epoch=3)["status"] == "running"
-    assert said() == ("first log\n", "")
+    assert printed_text() == ("first log\n", "")
     with pytest.raises(UsageError, match="attempt 4"):
         follow(fleet, epoch=4)
     fleet.of_rank_1[7], fleet.status = b"rank 1\n", "completed"
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
     follow(fleet, rank=1)
-    assert said()[0] == "rank 1\n" * 2
+    assert printed_text()[0] == "rank 1\n" * 2
 
 
-def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(said: Said) -> None:
+def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_reported(
+    printed_text: Said,
+) -> None:
     ids = [f"job-{n}" for n in range(PORTION + 1)]
     portions: list[int] = []
 
@@ -173,7 +177,7 @@ def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(
         until_ended(cast("Any", fleet), ids, lambda _: None)
 
 
-def test_a_reason_to_wait_is_said_once_whatever_the_status(said: Said) -> None:
+def test_a_reason_to_wait_is_said_once_whatever_the_status(printed_text: Said) -> None:
     """A job that cannot run is `queued` for a moment, which means that it can."""
     statuses = ["queued", "pending", "cancelled"]
 
@@ -184,7 +188,7 @@ def test_a_reason_to_wait_is_said_once_whatever_the_status(said: Said) -> None:
     fleet = Waiting()
     fleet.waiting = ["no machine could run it now", "beta: no GPU"]
     until_ended(cast("Any", fleet), ["job-1"], lambda _: None)
-    told = said()[1].splitlines()
+    told = printed_text()[1].splitlines()
     assert told[:2] == [
         *("job-1 waits: no machine could run it now; beta: no GPU", "job-1 was cancelled")
     ]
@@ -229,7 +233,9 @@ class Restarted(Fleet):
         return super().log(job_id, **wanted)
 
 
-def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(said: Said) -> None:
+def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(
+    printed_text: Said,
+) -> None:
     fleet = Restarted()
     fleet.status, fleet.waiting = "queued", ["no GPU"]
 
@@ -242,7 +248,7 @@ def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(said:
 
     fleet.later = [begins, ends]
     assert follow(fleet)["status"] == "completed"
-    assert said()[0] == "first and last words\n"
+    assert printed_text()[0] == "first and last words\n"
     assert len(fleet.told) >= 10
     assert {words.partition(":")[0] for words in fleet.told} == {
         "the fleet does not answer, and is asked on for 10 minutes",

@@ -59,7 +59,9 @@ def test_the_row_names_the_new_interpreter(trusted: Command, builds: list[str]) 
     assert (event["actor"], event["before"]) == ("user:ada", {"python": "python3"})
 
 
-def test_one_that_fails_changes_nothing_for_the_others(trusted: Command, builds: list[str]) -> None:
+def test_a_failed_preparation_does_not_affect_other_machines(
+    trusted: Command, builds: list[str]
+) -> None:
     code, out, err = trusted("vm", "prepare", "vm-2", "vm-1", "--json")
     assert code == 1
     assert builds == ["vm-1"]
@@ -122,7 +124,7 @@ def test_refused_prepare_options_show_no_secret(trusted: Command, builds: list[s
     assert builds == []
 
 
-def test_a_machine_that_nobody_trusts_is_not_asked(seen: Command, builds: list[Any]) -> None:
+def test_an_untrusted_machine_is_not_contacted(seen: Command, builds: list[Any]) -> None:
     code, _, err = seen("vm", "prepare", "vm-1")
     assert code == 2
     assert "fleet vm trust vm-1" in err

@@ -39,7 +39,7 @@ def test_any_program_runs_as_it_is_written(words: tuple[str, ...], line: tuple[s
 
 @pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
 @pytest.mark.parametrize("dashes", [[], ["--"]])
-def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
+def test_arguments_after_a_script_belong_to_the_script(given: list[str], dashes: list[str]) -> None:
     own, behind = split_command(["--gpus", "1", *given, *dashes, *ODD])
     assert own == ["--gpus", "1"]
     assert behind == JobCommand("s.py", ODD)

@@ -23,7 +23,7 @@ def test_a_place_is_found_by_the_word_that_it_has(word: str, root: str) -> None:
     assert backend.name == word.partition(":")[0]
 
 
-def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
+def test_a_ray_place_elsewhere_is_written_with_host_folder_and_address() -> None:
     head = JobBackend("ssh", {"host": "h", "user": "u", "port": 2})
     place = ray_cluster(head, "/scratch/", "http://10.0.0.2:8265/")
     assert str(place) == "ray:u@h:2/scratch,http://10.0.0.2:8265"

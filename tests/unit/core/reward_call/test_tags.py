@@ -73,7 +73,7 @@ def test_a_flood_of_tags_is_read_in_time():
     ("<seed:think>a</seed:think>b", "b"), ("<|START_THINKING|>a<|END_THINKING|>b", "b"), ("<unused94>thought a<unused95>b", "b"),
     *[(f"<{name}>a</{name}>b", "b") for name in ("scratchpad", "analysis", "reflection", "thoughts", "reason")], ("[REASONING]a", ""),
 ])  # fmt: skip
-def test_what_is_said_behind_the_reasoning(text, said):
+def test_after_reasoning_returns_the_text_behind_the_reasoning(text, said):
     assert after_reasoning(text) == said
     assert after_reasoning(f"[[a]]{text}", ("[[", "]]")) == said
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from groupwise.core.errors import ConfigError
 from groupwise.core.settings.overrides import override
-from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.schema import ForeignKey, Strict, setting
 from groupwise.core.settings.tree import read_yaml
 from groupwise.core.settings.validation import validate
 
@@ -42,8 +42,11 @@ class Root(Strict):
     task: dict[str, Any] = setting({}, "Free.")
 
     @classmethod
-    def foreign_keys(cls) -> Mapping[str, str]:
-        return {"lr": "here it is rate", "vllm_*": "there is no vllm"}
+    def foreign_keys(cls) -> Mapping[str, ForeignKey]:
+        return {
+            "lr": ForeignKey("renamed", "here it is rate"),
+            "vllm_*": ForeignKey("other", "there is no vllm"),
+        }
 
 
 def write(folder: Path, text: str, name: str = "c.yaml") -> Path:

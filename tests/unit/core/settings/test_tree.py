@@ -93,7 +93,7 @@ def test_missing_file_names_the_nearest_and_all_there_are(tmp_path: Path) -> Non
             read_yaml(tmp_path / name)
 
 
-def test_what_json_cannot_hold_is_told_with_its_line(tmp_path: Path) -> None:
+def test_values_that_json_cannot_hold_are_reported_with_their_line(tmp_path: Path) -> None:
     text = "title: a\ntask:\n  a: .nan\n  b: !odd x\n  c: {1: one}\n  d: !!binary aGk=\n"
     assert problems(text, tmp_path) == [
         "c.yaml:3: task.a is nan; it must be a finite number.",

@@ -57,7 +57,7 @@ titel: x
     ("shape: {type: circle, side_length: 1}", "type circle; it is a key of square."),
     ("shape: {type: square, sidelength: 1}", "did you mean shape.side_length (of square)?"),
 ])  # fmt: skip
-def test_what_each_mistake_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_each_mistake_in_a_config_has_its_message(tmp_path: Path, text: str, message: str) -> None:
     title = "" if text.startswith("title") else "title: a\n"
     (found,) = problems(f"{title}{text}\n", tmp_path)
     assert message in found
@@ -86,7 +86,9 @@ def test_a_schema_that_is_not_ours_is_explained_the_same_way(tmp_path: Path) -> 
     ]
 
 
-def test_keys_that_do_not_go_together_are_told_also_in_a_list_of_sections(tmp_path: Path) -> None:
+def test_keys_that_do_not_go_together_are_reported_also_in_a_list_of_sections(
+    tmp_path: Path,
+) -> None:
     class Span(Strict):
         low: int = 0
         high: int = 1
@@ -102,7 +104,7 @@ def test_keys_that_do_not_go_together_are_told_also_in_a_list_of_sections(tmp_pa
     assert problems(text, tmp_path, model=Config) == ["c.yaml:1: spans: 3 is not below 1."]
 
 
-def test_of_many_problems_some_are_told_and_the_others_counted(tmp_path: Path) -> None:
+def test_many_problems_are_reported_in_part_and_counted(tmp_path: Path) -> None:
     """Advice for one takes milliseconds, and a request may have a hundred thousand."""
     told = problems("title: x\n" + "".join(f"unknown_{n}: 1\n" for n in range(4000)), tmp_path)
     assert len(told) == 51

@@ -15,5 +15,5 @@ def test_sizes(text: str, size: int | None) -> None:
     assert parse_size(text, bare_number=MB) == size
 
 
-def test_one_is_not_many() -> None:
+def test_counted_uses_singular_and_plural() -> None:
     assert [counted(n, "file") for n in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]

@@ -27,7 +27,7 @@ def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
     assert value.latest() == 3
 
 
-def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
+def test_readers_do_not_wait_for_a_hanging_query_which_runs_once() -> None:
     now, begun, answer = [0.0], [], threading.Event()
 
     def find() -> str:
@@ -68,7 +68,7 @@ class Slow:
         return value
 
 
-def test_what_was_asked_before_a_change_is_not_told_after_it(
+def test_an_answer_requested_before_a_change_is_not_served_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer that is on its way while somebody changes what it is about; others do not wait for it for ever."""

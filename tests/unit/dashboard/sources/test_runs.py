@@ -57,7 +57,7 @@ def test_whether_a_process_works_on_it_is_asked_each_time(tmp_path: Path) -> Non
     assert names(index)["one"][0] == "crashed"
 
 
-def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
+def test_unreadable_runs_are_listed_last(tmp_path: Path) -> None:
     write_run(tmp_path / "fine", 1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()

@@ -96,7 +96,7 @@ def test_another_secret_fails_on_both_sides() -> None:
         each.close()
 
 
-def heard(end: socket.socket, count: int) -> bytes:
+def receive_bytes(end: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         data += end.recv(count)
@@ -108,7 +108,7 @@ def test_the_caller_rejects_a_replayed_challenge(pair: Pair) -> None:
     first, rank = pair
     first.sendall(b"c" * 32)
     with (
-        beside(lambda: first.sendall(heard(first, 72)[-32:])),
+        beside(lambda: first.sendall(receive_bytes(first, 72)[-32:])),
         pytest.raises(UnknownCallerError, match="not the first process"),
     ):
         client_handshake(rank, SECRET, 1)
@@ -147,7 +147,7 @@ class Spoils:
 
 
 @pytest.mark.parametrize("what", ["made up", "changed", "repeated", "left out", "sent back"])
-def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> None:
+def test_forged_changed_repeated_or_reordered_messages_are_never_unpickled(what: str) -> None:
     ours, theirs = sealed()
     first, second = sent(ours, "first"), sent(ours, Spoils())
     wires = {

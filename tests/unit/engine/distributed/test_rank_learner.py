@@ -143,7 +143,7 @@ async def test_replicas_that_come_apart_are_noticed(dropping, tmp_path):
         await parts.learner.save(str(tmp_path))
 
 
-async def test_slopes_and_memory_are_told(fresh):
+async def test_slopes_and_memory_are_reported(fresh):
     alone, two = fresh
     assert await two.slopes(1e-3) == await alone.slopes(1e-3) != []
     assert two.peak_memory("cpu") > alone.peak_memory("cpu") > 0

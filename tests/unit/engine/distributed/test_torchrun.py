@@ -143,7 +143,7 @@ def test_a_caller_without_the_secret_is_disconnected(peers, greeting):
     assert peers._by_rank == {}
 
 
-def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
+def test_each_rank_is_admitted_once_and_none_after_the_last(peers):
     peers._by_rank[0] = None
     lines, calls = [], ["127.0.0.1", str(peers._call_socket.getsockname()[1]), peers._token]
     for rank, expected in ((1, {0, 1}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2})):

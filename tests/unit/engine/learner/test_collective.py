@@ -27,7 +27,7 @@ def test_a_published_value_can_be_read(store: Any) -> None:
     assert collective.read_published("line") == "host 1 word"
 
 
-def test_one_that_tells_nothing_is_given_up_with_what_to_do(
+def test_a_rank_without_a_published_value_is_given_up_after_the_timeout(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "RENDEZVOUS_TIMEOUT", timedelta(seconds=0.3))

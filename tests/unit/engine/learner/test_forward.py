@@ -120,7 +120,7 @@ def test_a_row_is_the_same_beside_any_other(decoder, make_rows, compute):
 
 
 @pytest.mark.parametrize("compute", WAYS)
-def test_padding_is_told_by_lengths_and_not_by_its_token(decoder, make_rows, compute):
+def test_padding_is_recognised_by_lengths_and_not_by_its_token(decoder, make_rows, compute):
     """Where the token that pads also ends a text, or stands within one, it is a token like any other."""
     padding = 0
     rows = [

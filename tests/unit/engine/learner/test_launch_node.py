@@ -24,7 +24,7 @@ from groupwise.engine.learner.launch_node import (
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
-WAITS = """\
+WAITING_PROGRAM = """\
 import os, signal, sys, time
 def say(line):
     os.write(1, f"{line}\\n".encode())  # at once: another process says its own there
@@ -87,7 +87,7 @@ def fake_srun(folder: Path, script: str) -> Path:
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak(suite="engine"))],
 )
-def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
+def test_a_signal_is_withheld_from_srun_and_passed_to_its_tasks(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """As the runner tells it, all of the command's session; or typed in an allocation."""
@@ -100,7 +100,13 @@ def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
     path = f"{fake_srun(tmp_path, tasks)}:{os.environ['PATH']}"
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": f"{os.getpid()}", "PATH": path}
     process = begun(
-        sys.executable, "-c", WAITS, told=False, at=tmp_path, **slurm, GLOO_SOCKET_IFNAME="lo"
+        sys.executable,
+        "-c",
+        WAITING_PROGRAM,
+        told=False,
+        at=tmp_path,
+        **slurm,
+        GLOO_SOCKET_IFNAME="lo",
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["on\n", "on\n"]

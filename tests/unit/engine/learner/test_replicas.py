@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_reaches_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_nobody_waits_for_one_that_is_gone(victim):
+def test_ranks_do_not_wait_for_a_rank_that_is_gone(victim):
     replicas = SharedMemoryGradientSum(2, parameters())
 
     def stays():

@@ -401,7 +401,7 @@ async def test_old_publications_go_and_the_current_one_stays(make_learner):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_weights_are_hashed_while_they_are_written_and_the_event_loop_goes_on(
+async def test_weights_are_hashed_while_they_are_written_and_the_event_loop_continues(
     make_learner, monkeypatch, cancelled
 ):
     """A publication that is cancelled is completed first."""
@@ -427,7 +427,7 @@ async def test_weights_are_hashed_while_they_are_written_and_the_event_loop_goes
     assert written.is_set()
 
 
-async def test_a_checkpoint_is_written_while_the_event_loop_goes_on(
+async def test_a_checkpoint_is_written_while_the_event_loop_continues(
     make_learner, monkeypatch, tmp_path
 ):
     """One that is cancelled is completed first."""
@@ -445,7 +445,7 @@ async def test_a_checkpoint_is_written_while_the_event_loop_goes_on(
     make_learner().load(str(tmp_path))
 
 
-async def test_a_version_published_again_is_written_anew(make_learner, make_rows):
+async def test_a_version_published_again_is_rewritten(make_learner, make_rows):
     learner = make_learner()
     first = await learner.publish(1)
     (Path(first.path) / "scrap").write_text("")
@@ -476,7 +476,7 @@ async def test_a_checkpoint_before_the_first_update(make_learner, make_rows, tmp
 
 
 @KINDS
-async def test_another_process_goes_on_where_the_checkpoint_was(
+async def test_another_process_continues_where_the_checkpoint_was(
     make_learner, make_rows, tmp_path, kind
 ):
     learner = make_learner(kind, dropout=0.2 if kind == "adapter" else 0.0)

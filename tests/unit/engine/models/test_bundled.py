@@ -79,7 +79,7 @@ def test_tiny_is_made_once(cache, monkeypatch):
         bundled.fetch_model("smollm3")
 
 
-def test_what_a_killed_maker_left_is_not_taken(cache):
+def test_files_of_a_killed_conversion_are_not_used(cache):
     whole = bundled.tiny_folder()
     for name in ("config.json", "model.safetensors"):
         (whole / name).rename(whole.with_name(name))
@@ -92,7 +92,7 @@ def test_what_a_killed_maker_left_is_not_taken(cache):
     assert (made / "model.safetensors").is_file()
 
 
-def test_of_two_makers_at_once_the_first_wins(cache):
+def test_the_first_of_two_concurrent_makers_wins(cache):
     def first(folder: Path) -> None:
         (folder / "config.json").write_text("first")
 

@@ -137,7 +137,7 @@ def test_end_tokens_are_not_looked_for():
     assert rows[0].ends == 1
 
 
-def test_a_template_without_an_end_token_is_told_from_one_with():
+def test_a_template_without_an_end_token_is_distinguished_from_one_with():
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"

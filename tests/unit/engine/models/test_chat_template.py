@@ -16,7 +16,7 @@ from groupwise.engine.models.chat_template import (
 )
 from tests.chat import SPECIAL, chat_tokenizer
 
-ASKED = [{"role": "user", "content": "1+1?"}]
+PROMPT = [{"role": "user", "content": "1+1?"}]
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -31,12 +31,12 @@ def with_template(template: str) -> Any:
 
 
 def begun(words: str) -> list[dict[str, str]]:
-    return [*ASKED, {"role": "assistant", "content": words}]
+    return [*PROMPT, {"role": "assistant", "content": words}]
 
 
 @pytest.mark.parametrize("words", ["Let me think.\n<think>", "<think>\n", " 2", "{"])
 @pytest.mark.parametrize("family", sorted(SPECIAL))
-def test_the_model_goes_on_with_words_that_the_assistant_has_begun(family, words):
+def test_the_model_continues_with_words_that_the_assistant_has_begun(family, words):
     tokenizer = chat_tokenizer(family)
     text = prompt_text(tokenizer, Chat(begun(words)))
     probe = render(tokenizer, Chat(begun("⟦words⟧")), ask=False).partition("⟦words⟧")[0]
@@ -70,7 +70,10 @@ def test_thoughts_with_other_marks_are_opened_once(opens):
 
 
 FUNCTION = {"name": "add", "arguments": {"a": "x"}}
-CALLED = [*ASKED, {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]}]
+CALLED = [
+    *PROMPT,
+    {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]},
+]
 
 
 @pytest.mark.parametrize(("function", "condition"), [
@@ -84,7 +87,7 @@ def test_tool_calls_reach_templates_as_they_take_them(function, condition):
         + function + "{% else %}{{ m.content + '?' }}{% endif %}{% endfor %}"
     )  # fmt: skip
     as_text = [
-        ASKED[0],
+        PROMPT[0],
         {**CALLED[1], "tool_calls": [{"function": {**FUNCTION, "arguments": '{"a": "x"}'}}]},
     ]
     for called in (CALLED, as_text):
@@ -92,7 +95,7 @@ def test_tool_calls_reach_templates_as_they_take_them(function, condition):
 
 
 def test_a_template_without_tool_calls_gets_them_as_text_or_refuses():
-    calling = [*ASKED, {**CALLED[1], "content": "I add."}]
+    calling = [*PROMPT, {**CALLED[1], "content": "I add."}]
     made = render(
         with_template("{% for m in messages %}{{ m.content }}|{% endfor %}"),
         Chat(calling),
@@ -116,7 +119,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(more, role):
 
 
 @pytest.mark.parametrize(("messages", "problem"), [
-    *(([*ASKED, {"role": "assistant", **last}], "no text or calls tools") for last in (
+    *(([*PROMPT, {"role": "assistant", **last}], "no text or calls tools") for last in (
         {"content": ""}, {"content": None}, {"content": "x", "tool_calls": [{}]})),
     ([{"role": "assistant", "content": "Hi"}], "nothing is asked before"), ([], "^The conversation has no message"),
 ])  # fmt: skip
@@ -125,7 +128,7 @@ def test_a_chat_that_cannot_be_continued_is_refused(messages, problem):
         prompt_text(chat_tokenizer("chatml"), Chat(messages))
 
 
-def test_a_template_that_does_not_show_where_the_answer_begins_cannot_go_on():
+def test_a_template_that_does_not_show_where_the_answer_begins_cannot_continue():
     hidden = with_template("{% for m in messages | reverse %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(TaskError, match="add_generation_prompt"):
         prompt_text(hidden, Chat(begun("x")))
@@ -134,18 +137,18 @@ def test_a_template_that_does_not_show_where_the_answer_begins_cannot_go_on():
 def test_a_row_goes_before_the_model_and_what_no_template_knows_is_an_error():
     tokenizer = with_template(THINKING)
     setattr(tokenizer, OF_THE_MODEL, {"enable_thinking": False})
-    assert prompt_text(tokenizer, Chat(ASKED)).endswith("</think>\n\n")
-    assert prompt_text(tokenizer, Chat(ASKED, (), {"enable_thinking": True})).endswith("<think>\n")
+    assert prompt_text(tokenizer, Chat(PROMPT)).endswith("</think>\n\n")
+    assert prompt_text(tokenizer, Chat(PROMPT, (), {"enable_thinking": True})).endswith("<think>\n")
     for own in ("add_generation_prompt", "documents", "tokenizer_kwargs"):
         with pytest.raises(TaskError, match=f"{own}.*for `apply_chat_template`"):
-            prompt_text(tokenizer, Chat(ASKED, (), {own: False}))
+            prompt_text(tokenizer, Chat(PROMPT, (), {own: False}))
     with pytest.raises(TaskError, match="'enable_thoughts'"):
-        prompt_text(tokenizer, Chat(ASKED, (), {"enable_thoughts": True}))
+        prompt_text(tokenizer, Chat(PROMPT, (), {"enable_thoughts": True}))
 
 
-def test_a_conversation_that_the_template_does_not_take_is_told_apart_from_other_mistakes():
+def test_a_conversation_that_the_template_does_not_take_is_distinguished_from_other_mistakes():
     with pytest.raises(TemplateRefused, match="roles user: no user"):
-        prompt_text(with_template("{{ raise_exception('no user') }}"), Chat(ASKED))
+        prompt_text(with_template("{{ raise_exception('no user') }}"), Chat(PROMPT))
     with pytest.raises(TaskError, match="no chat template") as missing:
-        prompt_text(with_template(""), Chat(ASKED))
+        prompt_text(with_template(""), Chat(PROMPT))
     assert not isinstance(missing.value, TemplateRefused)

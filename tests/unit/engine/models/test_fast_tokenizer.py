@@ -319,7 +319,7 @@ def test_files(pair, tmp_path):
     assert sorted(same[0]) == sorted(files)
 
 
-def test_what_it_has_not_comes_from_transformers(pair):
+def test_missing_features_come_from_the_tokenizer_of_transformers(pair):
     fast, whole = pickle.loads(pickle.dumps(pair))
     fast.chat_template = whole.chat_template = "{% generation %}{{ messages[0].content }}{% endgeneration %}"  # fmt: skip
     wanted = {"return_assistant_tokens_mask": True, "return_dict": True}
@@ -345,7 +345,7 @@ def test_what_it_has_not_comes_from_transformers(pair):
         ("tekken.json", {}),
     ],
 )
-def test_what_transformers_would_change_is_left_to_it(pair, tmp_path, file, change):
+def test_files_that_transformers_would_convert_are_left_to_it(pair, tmp_path, file, change):
     folder = copytree(vars(pair[0])["_folder"], tmp_path / "changed")
     assert read_fast_tokenizer(folder) is not None
     path = folder / file

@@ -73,7 +73,7 @@ def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder):
         assert hub.repositories[name].private is private
 
 
-def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
+def test_an_upload_that_ended_before_its_commit_continues(hub, folder):
     async def refuse(method: str, path: str) -> Response | None:
         return Response("no", 400) if "/commit/" in path else None
 
@@ -106,7 +106,7 @@ def test_a_run_may_replace_what_it_has_uploaded_itself(tmp_path, hub, folder):
     assert stored == {"me/model@main": repository.branches["main"][-1]}
 
 
-def test_what_somebody_else_has_changed_since_is_left_as_it_is(tmp_path, hub, folder):
+def test_a_branch_that_others_changed_since_the_last_push_is_left_alone(tmp_path, hub, folder):
     push(folder, Target("me/model"), "run@6", tmp_path)
     hub._add_commit(hub.repositories["me/model"], "main", {"theirs.txt": b"x"}, "theirs")
     for refused in (
@@ -185,7 +185,7 @@ def queue(run: Path, step: int, folder: Path, name: str = "me/model@b") -> None:
     hub_queue.queue(run, name).add(step, target, folder, CARD, None)
 
 
-def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, folder):
+def test_queued_uploads_are_complete_ordered_and_independent_of_their_source(tmp_path, hub, folder):
     run = tmp_path / "run"
     (folder / "optimiser.safetensors").write_bytes(b"nobody else's")
     for step in (120, 9):
@@ -214,7 +214,7 @@ def test_steps_that_are_done_again_are_given_up(tmp_path, folder):
     assert left == ["step-000000002"]
 
 
-def test_who_uploads_elsewhere_has_a_queue_of_its_own(tmp_path, hub, folder):
+def test_each_upload_target_has_its_own_queue(tmp_path, hub, folder):
     names = ("me/model@b", "me/model@other/c")
     for step in (2, 1):
         for name in names:

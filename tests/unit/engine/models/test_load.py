@@ -99,7 +99,9 @@ def with_projection(path: Path, **given: torch.Tensor) -> bytes:
         ("config.json", lambda path: b'{"model_type": "nonesuch"}', ""),
     ],
 )  # fmt: skip
-def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, file, damaged, told):
+def test_a_damaged_model_is_refused_and_no_weight_is_initialised_at_random(
+    folder, file, damaged, told
+):
     content = damaged(folder / file)
     (folder / file).unlink()
     if content is not None:

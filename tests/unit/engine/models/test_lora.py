@@ -235,7 +235,7 @@ def test_peft_reloads_what_was_saved(tmp_path, shape):
 
 
 @PEFT_ASKS
-def test_what_peft_saved_is_loaded(tmp_path):
+def test_an_adapter_saved_by_peft_is_loaded(tmp_path):
     from peft import get_peft_model
 
     theirs = get_peft_model(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=12)).as_peft())

@@ -33,7 +33,7 @@ REFUSALS = {
     "python": MemoryError(),
     "system": OSError(errno.ENOMEM, "Cannot allocate memory"),
 }
-ASKED = {"processor": "1,099,511,627,776.0 MiB", "numpy": "1.00 EiB", "gpu": "20.00 MiB"}
+REQUESTED_SIZES = {"processor": "1,099,511,627,776.0 MiB", "numpy": "1.00 EiB", "gpu": "20.00 MiB"}
 
 
 @pytest.mark.parametrize("who", REFUSALS)
@@ -43,7 +43,7 @@ def test_out_of_memory_errors_of_every_source_are_recognised(who):
     with pytest.raises(OutOfMemoryError) as caught, explaining_out_of_memory("learning"):
         raise error
     assert caught.value.__cause__ is error
-    assert ASKED.get(who, "while learning") in str(caught.value)
+    assert REQUESTED_SIZES.get(who, "while learning") in str(caught.value)
     whose = "CUDA out of memory" if who.startswith("gpu") else "Cannot allocate memory"
     assert f"({whose}" in str(caught.value), "by these words programs that read logs know it"
 

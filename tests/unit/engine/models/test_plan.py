@@ -68,7 +68,7 @@ def memory(model: ModelConfig, lora: LoraConfig | None, **changes: Any) -> Memor
     return planned(model, lora, **changes).memory
 
 
-def test_room_for_prompts_is_told_without_weights(bare):
+def test_room_for_prompts_is_reported_without_weights(bare):
     assert prompt_room(bare, 48) == 2000
     assert prompt_room(bare.model_copy(update={"max_seq_length": 100}), 48) == 52
 

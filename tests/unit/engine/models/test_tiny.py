@@ -37,7 +37,7 @@ def test_every_character_is_a_token_that_comes_back(text):
     assert TOKENIZER.decode(ids) == text
 
 
-def test_what_is_written_is_what_transformers_reads(tmp_path):
+def test_transformers_reads_the_written_tiny_model_with_equal_logits(tmp_path):
     write_tiny_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -97,7 +97,7 @@ def test_calls_schemas_and_results_of_tools_are_text_too() -> None:
         ("{% for m in messages %}\n{{ m['content'] }}\n{% endif %}", r"line 3 of the template"),
     ],
 )
-def test_a_template_that_is_missing_refuses_or_does_not_parse_is_told(template, told):
+def test_a_template_that_is_missing_refuses_or_does_not_parse_is_reported(template, told):
     made = chat_tokenizer("chatml")
     made.chat_template = template
     with pytest.raises(TaskError, match=told):

@@ -101,7 +101,7 @@ async def test_calls_or_json_of_a_schema(make_sampler):
     assert kinds == {"call", "answer"}
 
 
-async def test_what_max_tokens_cuts_is_no_call(make_sampler):
+async def test_a_call_cut_by_max_tokens_does_not_count_as_a_call(make_sampler):
     group_request = request(CallGrammar(TOOLS), members=3, max_tokens=12)
     for each in await make_sampler().generate(group_request):
         assert each.finish_reason == "length"

@@ -91,7 +91,7 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vocabulary, 
 
 @pytest.mark.parametrize("vocabulary", [300, 2 * VOCABULARY_BLOCK])
 @pytest.mark.parametrize("temperature", [0.01, 1.0])
-def test_what_has_no_probability_is_never_drawn(vocabulary, temperature):
+def test_tokens_with_probability_zero_are_never_drawn(vocabulary, temperature):
     logits = random_logits(1, vocabulary, spread=5)
     logits[0, ::2] = -torch.inf
     logits[0, :5] = -torch.inf
@@ -240,7 +240,7 @@ def test_truncation_keeps_the_tokens_of_its_definition(params, seed):
     ids=str,
 )
 def test_a_large_vocabulary_keeps_what_transformers_keeps(params, spread):
-    """Flat logits too, of which the first tokens that are looked at are not enough. Ties are no matter here: there are none."""
+    """Flat logits too, of which the first tokens that are looked at are not enough. Ties do not matter here: there are none."""
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     rng = torch.Generator().manual_seed(3)

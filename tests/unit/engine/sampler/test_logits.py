@@ -106,7 +106,7 @@ async def test_changed_logits_do_not_affect_other_requests(make_sampler):
     assert await sampler.generate(neutral) == alone[0]
 
 
-async def test_nothing_is_computed_where_nobody_asks(make_sampler, monkeypatch):
+async def test_logits_are_not_processed_unless_requested(make_sampler, monkeypatch):
     def never(*_: object) -> None:
         raise AssertionError("it was asked for nothing")
 

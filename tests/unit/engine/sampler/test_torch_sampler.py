@@ -156,7 +156,7 @@ async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler)
             assert each.logprobs == pytest.approx(wanted, abs=2e-5)
 
 
-async def test_also_where_layers_see_only_a_window(make_sampler):
+async def test_log_probabilities_are_exact_with_sliding_windows(make_sampler):
     config = MistralConfig(**{**SMALL, "vocab_size": 102, "head_dim": 16, "sliding_window": 6})
     model = made(config)
     asked = request(members=3, prompt="longer than a window")
@@ -239,7 +239,7 @@ async def test_loading_while_it_samples_is_refused(make_sampler, tmp_path):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_what_is_requested_while_weights_are_read_waits_for_them(
+async def test_requests_during_a_weight_load_wait_for_it(
     make_sampler, tmp_path, monkeypatch, cancelled
 ):
     """The event loop goes on meanwhile. A load that is cancelled is completed first."""
@@ -275,7 +275,7 @@ async def test_what_is_requested_while_weights_are_read_waits_for_them(
 
 
 @BOTH_ENGINES
-async def test_a_request_that_does_not_fit_is_refused_and_disturbs_nobody(make_sampler):
+async def test_a_request_that_does_not_fit_is_refused_without_disturbing_others(make_sampler):
     sampler = make_sampler(key_length=48)
     alone = await sampler.generate(request())
     fits = request(prompt="x" * 28)

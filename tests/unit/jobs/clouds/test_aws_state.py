@@ -94,7 +94,7 @@ def cost(*machines: Machine, now: float) -> Cost:
     return found
 
 
-def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told() -> None:
+def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_reported() -> None:
     gone = machine("i-1", "terminated", 2 * HOUR, since="0", price="1.5")
     lives = machine("i-2", "running", since=f"{4 * HOUR}", price="2")
     unknown = machine("i-3", "running", since="0")
@@ -105,7 +105,7 @@ def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told(
     assert cost_of(usage_of([unknown], HOUR)) is None
 
 
-def test_one_that_was_forgotten_unseen_may_have_been_there_to_its_deadline() -> None:
+def test_a_machine_that_vanished_unseen_is_charged_until_its_deadline() -> None:
     """The state is that of a laptop that was shut as soon as the job began."""
     lives = machine("i-1", "running", since="0", price="1", deadline=f"{24 * HOUR}")
     seen = usage_of([lives], HOUR)

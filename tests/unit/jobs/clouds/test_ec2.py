@@ -60,14 +60,16 @@ def test_temporary_errors_of_ec2_are_retried_a_few_times(passes: Exception) -> N
     (refusal("InsufficientInstanceCapacity"), AwsRefused, "InsufficientInstanceCapacity"),
     (refusal("VcpuLimitExceeded"), AwsRefused, "VcpuLimitExceeded"),
 ])  # fmt: skip
-def test_the_rest_is_told_at_once(said: Exception, expected: type[CloudError], words: str) -> None:
+def test_errors_that_are_not_transient_are_raised_at_once(
+    said: Exception, expected: type[CloudError], words: str
+) -> None:
     asked, client = aws(said)
     with pytest.raises(expected, match=words):
         asked.account()
     assert len(client.asked) == 1
 
 
-def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> None:
+def test_terminate_distinguishes_missing_machines_from_terminated_ones() -> None:
     assert aws({})[0].terminate("i-1")
     assert not aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
     with pytest.raises(AwsRefused):

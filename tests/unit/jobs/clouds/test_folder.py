@@ -32,7 +32,7 @@ def results(tmp_path: Path) -> Iterator[ResultsFolder]:
         yield found
 
 
-def come(
+def fetch_files(
     results: ResultsFolder, files: dict[str, bytes], attempt: int = 1, *, ended: bool = False
 ) -> set[str]:
     """An attempt offers these, and they are fetched; what came."""
@@ -68,7 +68,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_a_folder_is_of_one_job_and_of_one_who_fetches_and_takes_files(tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file"
     with results_folder(folder, JOB) as results:
-        come(results, checkpoints(2), ended=True)
+        fetch_files(results, checkpoints(2), ended=True)
         with (
             pytest.raises(CloudError, match="another process"),
             results_folder(folder, JOB),
@@ -92,10 +92,10 @@ def test_only_files_that_differ_are_fetched_again(results: ResultsFolder) -> Non
     (results.folder / "c").mkdir()
     (results.folder / "c/d").write_bytes(b"mine too")
     files = {"a": b"one", "b": b"two", "c/d": b"three"}
-    assert come(results, files) == set(files)
+    assert fetch_files(results, files) == set(files)
     (results.folder / "a").write_bytes(b"eno")
     (results.folder / "b").write_bytes(b"two!")
-    assert come(results, files, ended=True) == {"a", "b"}
+    assert fetch_files(results, files, ended=True) == {"a", "b"}
     changed = {"a": b"eno", "b": b"two!", "c/d": b"mine too"}
     aside = {f"{EARLIER}/changed/{name}": data for name, data in changed.items()}
     assert content(results.folder) == {**files, **aside, "mine": b"mine"}
@@ -106,11 +106,11 @@ def test_a_later_attempt_sets_aside_what_it_has_otherwise_or_has_not(
 ) -> None:
     """As long as it runs, only what it replaces."""
     first = {"run.db": b"old", "run.db-wal": b"of the old one", "same": b"same", "notes": b"1"}
-    come(results, first, ended=True)
-    come(results, checkpoints(4), attempt=2)
+    fetch_files(results, first, ended=True)
+    fetch_files(results, checkpoints(4), attempt=2)
     assert content(results.folder) == {**first, **checkpoints(4)}
     second = {"run.db": b"new", "same": b"same", "more": b"more", **checkpoints(4)}
-    assert come(results, second, attempt=2, ended=True) == {"run.db", "more"}
+    assert fetch_files(results, second, attempt=2, ended=True) == {"run.db", "more"}
     gone = ("run.db", "run.db-wal", "notes")
     aside = {f"{EARLIER}/attempt-1/{name}": first[name] for name in gone}
     assert content(results.folder) == {**second, **aside}
@@ -119,40 +119,44 @@ def test_a_later_attempt_sets_aside_what_it_has_otherwise_or_has_not(
 def test_nothing_that_is_set_aside_is_overwritten(tmp_path: Path) -> None:
     for attempt in (1, 2, 1, 2):
         with results_folder(tmp_path, JOB) as results:
-            come(results, {"a": f"{attempt}".encode()}, attempt, ended=True)
+            fetch_files(results, {"a": f"{attempt}".encode()}, attempt, ended=True)
     aside = {"attempt-1/a": b"1", "attempt-1/a.2": b"1", "attempt-2/a": b"2"}
     assert content(tmp_path) == {"a": b"2", **{f"{EARLIER}/{k}": v for k, v in aside.items()}}
 
 
-def test_of_checkpoints_the_folder_is_a_mirror(results: ResultsFolder) -> None:
-    come(results, checkpoints(2))
-    come(results, checkpoints(2, 4))
+def test_checkpoints_in_the_results_folder_mirror_those_of_the_machine(
+    results: ResultsFolder,
+) -> None:
+    fetch_files(results, checkpoints(2))
+    fetch_files(results, checkpoints(2, 4))
     assert steps(results) == [2, 4]
     (results.folder / RUN / "checkpoints/step-2/manifest.json").unlink()  # half removed
-    come(results, checkpoints(4, 6))
+    fetch_files(results, checkpoints(4, 6))
     assert steps(results) == [4, 6]
     assert not (results.folder / RUN / "checkpoints/step-2").exists()
-    come(results, {**checkpoints(6, 8), "log": b""}, attempt=2, ended=True)
+    fetch_files(results, {**checkpoints(6, 8), "log": b""}, attempt=2, ended=True)
     assert steps(results) == [6, 8]
     assert not (results.folder / EARLIER).exists()
 
 
-def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: ResultsFolder) -> None:
-    come(results, checkpoints(8))
-    come(results, {})
-    come(results, checkpoints(2), attempt=2, ended=True)
+def test_the_last_checkpoint_stays_if_the_place_has_none_or_older_ones(
+    results: ResultsFolder,
+) -> None:
+    fetch_files(results, checkpoints(8))
+    fetch_files(results, {})
+    fetch_files(results, checkpoints(2), attempt=2, ended=True)
     assert steps(results) == [2, 8]
 
 
-def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
+def test_files_that_others_put_into_the_folder_stay(results: ResultsFolder) -> None:
     """Checkpoints, files beside a checkpoint, and folders that only have the name of one."""
     for path, data in checkpoints(2).items():
         (results.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (results.folder / path).write_bytes(data)
-    come(results, {**checkpoints(4), "export/manifest.json": b'{"files": {}}'})
+    fetch_files(results, {**checkpoints(4), "export/manifest.json": b'{"files": {}}'})
     beside = results.folder / RUN / "checkpoints/step-4/my-evaluation.json"
     beside.write_text("{}")
-    come(results, checkpoints(6))
+    fetch_files(results, checkpoints(6))
     assert steps(results) == [2, 6]
     assert beside.read_text() == "{}"
     assert (results.folder / "export/manifest.json").exists()
@@ -160,10 +164,10 @@ def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
 
 def test_a_note_that_cannot_be_read_loses_nothing(tmp_path: Path) -> None:
     with results_folder(tmp_path, JOB) as results:
-        come(results, {"a": b"1"}, ended=True)
+        fetch_files(results, {"a": b"1"}, ended=True)
         (results.folder / INCOMING / "brought.json").write_text("[")
     with results_folder(tmp_path, JOB) as results:
-        come(results, {"a": b"2"}, attempt=2, ended=True)
+        fetch_files(results, {"a": b"2"}, attempt=2, ended=True)
     assert content(tmp_path) == {"a": b"2", f"{EARLIER}/changed/a": b"1"}
 
 
@@ -182,12 +186,12 @@ def test_a_machine_names_no_file_that_the_folder_needs_nor_one_outside(tmp_path:
     assert [name for name in names if is_allowed_path(name)] == []
     said = {"of": JOB, "files": {"../thesis/manifest.json": [1, "0" * 64], "a": [1, "0" * 64]}}
     with results_folder(place, JOB) as results:
-        come(results, {"brought.json": json.dumps(said).encode()})
+        fetch_files(results, {"brought.json": json.dumps(said).encode()})
     assert (place / "brought.json").exists()
     (place / INCOMING / "brought.json").write_text(json.dumps(said))
     with results_folder(place, JOB) as results:
         assert set(results.fetched) == {"a"}
-        come(results, checkpoints(2), ended=True)
+        fetch_files(results, checkpoints(2), ended=True)
     assert outside.read_text() == "mine"
 
 
@@ -197,7 +201,7 @@ def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_p
     assert set_aside(tmp_path) is None
     for number in (1, 2):
         with results_folder(tmp_path, JOB) as results:
-            come(results, {**checkpoints(500 * number), "log": b"said"})
+            fetch_files(results, {**checkpoints(500 * number), "log": b"said"})
             (results.incoming / "half").write_bytes(b"half")
             with pytest.raises(Busy):
                 set_aside(tmp_path)
@@ -206,6 +210,6 @@ def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_p
         assert content(aside) == {**checkpoints(500 * number), "log": b"said"}
         assert sorted(each.name for each in tmp_path.iterdir()) == [EARLIER, "mine"]
     with results_folder(tmp_path, JOB) as results:
-        come(results, checkpoints(10))
+        fetch_files(results, checkpoints(10))
         assert steps(results) == [10]
         assert set(results.fetched) == set(checkpoints(10))

@@ -34,7 +34,7 @@ def turn(home: str) -> dict[str, Any]:
     return answer(home, "turns", ([["job", 1]],))["job.1"]
 
 
-def test_of_two_calls_the_first_has_it_and_keeps_it(home: str) -> None:
+def test_the_first_of_two_calls_takes_the_turn_and_keeps_it(home: str) -> None:
     assert ask(home, "take", 1, "a")["handed_over"] is False
     assert ask(home, "take", 1, "b") is None
     assert ask(home, "take", 1, "a")["handed_over"] is False
@@ -105,7 +105,7 @@ def test_ended_by_the_desk_it_is_over(home: str) -> None:
     assert (ended["reason"], ended["message"]) == ("cancelled", "because")
 
 
-def test_of_what_is_not_there_nothing_is_kept(tmp_path: Path) -> None:
+def test_requests_for_an_unknown_attempt_write_nothing(tmp_path: Path) -> None:
     home = str(tmp_path)
     assert ask(home, "take", 1, "a") is None
     assert ask(home, "note", 1, "a") is None

@@ -10,14 +10,16 @@ from groupwise.jobs.clouds.schedulers import checked_address, ray_options
 from groupwise.jobs.hosts.spec import Limits
 
 
-def asked(gpus: int = 0, **asks: Any) -> dict[str, Any]:
+def ray_job_options(gpus: int = 0, **asks: Any) -> dict[str, Any]:
     [found] = ray_options(asks, gpus, Limits())
     return json.loads(found)
 
 
 def test_all_that_was_asked_in_the_words_of_its_api() -> None:
-    assert asked() == {"entrypoint_num_cpus": 1}, "what asks for nothing is counted as one core"
-    assert asked(2, cpus=0.5, memory=1 << 30, resources={"a": 1}) == {
+    assert ray_job_options() == {"entrypoint_num_cpus": 1}, (
+        "what asks for nothing is counted as one core"
+    )
+    assert ray_job_options(2, cpus=0.5, memory=1 << 30, resources={"a": 1}) == {
         "entrypoint_num_cpus": 0.5, "entrypoint_num_gpus": 2, "entrypoint_memory": 1 << 30, "entrypoint_resources": {"a": 1},
     }  # fmt: skip
     [of_each] = ray_options({"memory": 1 << 30, "resources": {"a": 1}}, 2, Limits(), nodes=3)

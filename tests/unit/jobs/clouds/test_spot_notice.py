@@ -51,7 +51,7 @@ def service() -> Iterator[tuple[str, type[Service]]]:
         server.shutdown()
 
 
-def test_jobs_are_told_when_there_is_one(tmp_path: Path) -> None:
+def test_jobs_are_signalled_at_a_spot_notice(tmp_path: Path) -> None:
     attempt = tmp_path / "root" / "attempts" / "job.1"
     attempt.mkdir(parents=True)
     with service() as (url, kind):

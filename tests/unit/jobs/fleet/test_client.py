@@ -97,7 +97,7 @@ def test_a_file_that_changes_while_it_is_sent_is_sent_as_it_is_then(
         fleet.upload([file], on_progress=writes)
 
 
-def test_an_upload_that_was_cut_off_goes_on(
+def test_an_upload_that_was_cut_off_continues(
     url: str, fleet: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = b"x" * 5000
@@ -189,7 +189,7 @@ def _asked(of: FleetClient, verb: str, path: str, **more: Any) -> Any:
     return of._request_json(verb, path, **more)  # what none of its words asks
 
 
-def test_nobody_gets_a_file_of_another_project_by_its_hash(
+def test_a_hash_alone_gives_no_file_of_another_project(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
 ) -> None:
     red, blue = red_and_blue
@@ -212,7 +212,7 @@ def test_nobody_gets_a_file_of_another_project_by_its_hash(
         assert answer == {"received": received}
 
 
-def test_what_another_project_has_is_sent_whole_all_the_same(
+def test_a_file_of_another_project_must_be_uploaded_in_full(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
 ) -> None:
     red, blue = red_and_blue
@@ -233,7 +233,7 @@ def test_what_another_project_has_is_sent_whole_all_the_same(
 
 
 @pytest.mark.parametrize("first", ["bound", "unbound"])
-def test_the_end_of_a_file_does_not_complete_what_somebody_else_has_begun(
+def test_the_last_part_of_a_file_does_not_complete_the_upload_of_another_project(
     red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, first: str
 ) -> None:
     red, blue = red_and_blue
@@ -339,7 +339,7 @@ def _leave(place: FleetPlace, job: str, files: dict[str, bytes], name: str = "9"
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_an_artefact_that_was_cut_off_goes_on(ranges: bool, tmp_path: Path) -> None:
+def test_an_artefact_that_was_cut_off_continues(ranges: bool, tmp_path: Path) -> None:
     """Some bytes at a time, from a server that ends each connection early; a proxy may know no ranges."""
     data = bytes(range(256)) * 40
     asked: list[str] = []
@@ -417,7 +417,9 @@ def test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job(
 # Who may
 
 
-def test_each_role_may_what_it_may_and_nobody_without_a_key(url: str, fleet: FleetClient) -> None:
+def test_each_role_has_its_permissions_and_a_missing_key_has_none(
+    url: str, fleet: FleetClient
+) -> None:
     read, act = (fleet.make_key(role)["key"] for role in ("read", "act"))
     with FleetClient(url, read) as reader, FleetClient(url, act) as actor:
         job = actor.submit(COMMAND)["job_id"]
@@ -573,7 +575,7 @@ def problem(code: str) -> httpx2.Response:
     ],
     ids=["gone", "database", "ending", "proxy", "limiter"],
 )
-def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
+def test_following_a_log_resumes_after_an_outage_without_loss(
     how: httpx2.Response | None,
 ) -> None:
     server = Away(300.0, how)
@@ -586,7 +588,7 @@ def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
     assert back == "the fleet answers again"
 
 
-def test_a_submission_goes_on_under_its_name() -> None:
+def test_a_submission_continues_under_its_name() -> None:
     server = Away(300.0)
     with server.client() as fleet:
         for _ in range(3):

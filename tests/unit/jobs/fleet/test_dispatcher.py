@@ -71,7 +71,7 @@ def begun(fleet: InProcessFleet, job_id: str) -> Callable[[], bool]:
     return lambda: any(a.state == "running" for a in fleet.attempts(job_id))
 
 
-def said(fleet: InProcessFleet, kind: str) -> list[Any]:
+def event_details(fleet: InProcessFleet, kind: str) -> list[Any]:
     """Details of the events of this kind."""
     query = select(Event.detail).where(Event.kind == kind).order_by(Event.event_id)
     return fleet.database.read(lambda s: list(s.scalars(query)))
@@ -116,11 +116,11 @@ async def test_jobs_run_to_their_ends(fleet: InProcessFleet) -> None:
     assert reasons[1].startswith("user_error: exit code 2: train: error: there is no --lr")
     assert fleet.fetched.logs["bad", epoch_of(fleet, "bad")] == b"Traceback\nKeyError: 'x'\n"
     assert "Traceback" in {
-        detail["tail"].partition("\n")[0] for detail in said(fleet, "job.failed")
+        detail["tail"].partition("\n")[0] for detail in event_details(fleet, "job.failed")
     }
 
 
-async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(
+async def test_each_checkpoint_of_a_job_that_keeps_the_last_two_is_mirrored(
     fleet: InProcessFleet,
 ) -> None:
     """There are two of them for ever; they are others each time."""
@@ -271,7 +271,7 @@ async def test_a_machine_that_launches_nothing_is_drained_and_the_queue_is_not_d
     assert value(fleet, VM.drain_reason, VM.vm_id == "b") is None
 
 
-async def test_one_job_that_nobody_can_launch_drains_no_machine_and_comes_to_an_end(
+async def test_a_job_that_cannot_be_launched_ends_without_draining_machines(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "FREE_RETRIES", 8)
@@ -304,7 +304,7 @@ class HeldFiles:
         return await self._call(request, timeout=timeout)
 
 
-async def test_nobody_sends_files_of_what_is_cancelled(
+async def test_no_files_are_sent_for_a_cancelled_job(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though its end has to wait for another machine."""
@@ -357,7 +357,10 @@ async def test_a_machine_that_cannot_be_reached_is_waited_for(fleet: InProcessFl
     assert len(fleet.attempts("job")) == 1
     assert fleet.attempts("job")[0].contact == "ok"
     assert fleet.attempts("job")[0].unreachable_since is None
-    assert (len(said(fleet, "attempt.unreachable")), len(said(fleet, "attempt.reachable"))) == (
+    assert (
+        len(event_details(fleet, "attempt.unreachable")),
+        len(event_details(fleet, "attempt.reachable")),
+    ) == (
         1,
         1,
     )
@@ -444,7 +447,7 @@ async def silent_for(fleet: InProcessFleet, age: float, here: float | None = Non
 # what happens to running jobs
 
 
-async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_made(
+async def test_the_last_checkpoint_is_fetched_before_the_next_attempt_is_made(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [Script(ticks=10**6, checkpoints=1), Script()]
@@ -461,7 +464,7 @@ async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_m
         assert fleet.fetched.mirrored == [("job", fleet.attempts("job")[0].epoch)]
 
 
-async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(
+async def test_leftover_processes_keep_their_gpu_reserved_until_they_end(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [Script(leaks=True)]
@@ -475,7 +478,7 @@ async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(
         assert fleet.job("next").assigned_vm != fleet.job("job").assigned_vm
         host_of(fleet, "job").clean_up()
         await over(fleet)
-    assert len(said(fleet, "attempt.leaking")) == 1
+    assert len(event_details(fleet, "attempt.leaking")) == 1
 
 
 # gangs
@@ -497,14 +500,14 @@ async def test_a_gang_runs_on_all_its_machines(fleet: InProcessFleet) -> None:
 # what nobody drives
 
 
-async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_is_left_alone(
+async def test_attempts_of_a_lower_epoch_are_killed_and_foreign_work_is_left_alone(
     fleet: InProcessFleet,
 ) -> None:
     fleet.rack.scripts["job"] = [LONG, Script()]
     fleet.rack.scripts["stranger"] = [LONG]
     fleet.rack["a"].perform(Request("launch", _launch("stranger", 5)))
     async with running(fleet.dispatcher()):
-        await fleet.until(lambda: bool(said(fleet, "attempt.untracked")))
+        await fleet.until(lambda: bool(event_details(fleet, "attempt.untracked")))
         fleet.database.run(
             lambda s: s.execute(update(VM).where(VM.vm_id == "a").values(draining=True))
         )
@@ -516,7 +519,7 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
         await fleet.until(lambda: ("job", 0) not in fleet.rack.running())
         assert ("job", epoch) in fleet.rack.running()
         assert ("stranger", 5) in fleet.rack.running()
-        assert len(said(fleet, "attempt.untracked")) == 1
+        assert len(event_details(fleet, "attempt.untracked")) == 1
 
 
 async def test_a_live_attempt_is_left_alone_whichever_machine_reports_it(
@@ -686,7 +689,7 @@ NOT_TAKEN = [
 
 
 @pytest.mark.parametrize("fault", NOT_TAKEN)
-async def test_what_a_job_left_and_cannot_be_fetched_is_told_and_ends_no_job(
+async def test_artefacts_that_cannot_be_fetched_are_reported_and_do_not_fail_the_job(
     fleet: InProcessFleet, fault: Exception
 ) -> None:
     """The disk here is full, or its machine answers all else, so that nobody would see it."""
@@ -698,7 +701,10 @@ async def test_what_a_job_left_and_cannot_be_fetched_is_told_and_ends_no_job(
         await fleet.until(lambda: fleet.fetched.collections > before + 2)
         assert fleet.job("job").status == "running"
         assert str(fault.args[-1]) in stuck(fleet)[0]
-        assert (len(said(fleet, "attempt.stuck")), said(fleet, "attempt.unreachable")) == (1, [])
+        assert (
+            len(event_details(fleet, "attempt.stuck")),
+            event_details(fleet, "attempt.unreachable"),
+        ) == (1, [])
         fleet.fetched.fault = None
         await fleet.until(lambda: not stuck(fleet))
         await over(fleet, "job")

@@ -77,7 +77,7 @@ def seen_of_roles(database: Database, *rows: ControlProcess) -> dict[str, list[F
     return told
 
 
-def test_a_process_that_was_killed_worries_nobody_where_another_plays_its_role(
+def test_a_killed_process_is_not_reported_if_another_has_its_role(
     database: Database,
 ) -> None:
     """One that hangs does."""

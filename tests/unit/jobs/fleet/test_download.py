@@ -77,7 +77,7 @@ def test_complete_files_are_not_downloaded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [b"c" * 25, b"longer" * 9, b""])
-def test_another_file_is_in_the_way(tmp_path: Path, other: bytes) -> None:
+def test_a_download_over_another_file_needs_force(tmp_path: Path, other: bytes) -> None:
     left = Left(a=b"a" * 25, b=b"b" * 25)
     (tmp_path / "b").write_bytes(other)
     with pytest.raises(UsageError, match=r"^b in .* another file.*--force"):
@@ -103,7 +103,7 @@ def test_a_link_is_another_file_and_is_replaced_itself(tmp_path: Path) -> None:
         Left(b=b"a").bring(tmp_path, force=True)
 
 
-def test_an_interruption_is_gone_on_with(tmp_path: Path) -> None:
+def test_an_interrupted_download_continues(tmp_path: Path) -> None:
     left = Left(a=b"a" * 25, b=bytes(range(50)))
     left.breaks_after = 30
     with pytest.raises(FleetAway):
@@ -152,7 +152,7 @@ class Broken(Left):
 @pytest.mark.parametrize(
     "error", [Refusal("unknown_file"), Refusal("internal"), OSError(errno.ENAMETOOLONG, "too long")]
 )
-def test_one_that_cannot_be_had_keeps_no_other_from_coming(
+def test_a_file_that_cannot_be_fetched_does_not_block_the_others(
     tmp_path: Path, error: Exception
 ) -> None:
     with pytest.raises(DownloadError, match=r"^1 of 3 files .*: b: "):
@@ -221,7 +221,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("sha256", ["../../y", "a/b", "0" * 63, 7])
-def test_a_hash_that_is_none_is_told(tmp_path: Path, sha256: Any) -> None:
+def test_an_invalid_hash_is_refused(tmp_path: Path, sha256: Any) -> None:
     left = Left()
     left.entries["a"] = FileEntry(sha256, 0o644, 1)
     with pytest.raises(DownloadError, match="no hash"):

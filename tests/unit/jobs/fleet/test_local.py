@@ -25,14 +25,14 @@ MACHINE = {"vm_id": "here", "transport": "local"}
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def fleet(database: Database, tmp_path: Path, told: list[str]) -> Iterator[LocalFleet]:
+def fleet(database: Database, tmp_path: Path, messages: list[str]) -> Iterator[LocalFleet]:
     place = place_in(tmp_path / "fleet")
-    with LocalFleet(place, "user:ada", database=database, warn=told.append) as found:
+    with LocalFleet(place, "user:ada", database=database, warn=messages.append) as found:
         yield found
 
 
@@ -90,7 +90,7 @@ def test_threads_may_ask_at_once(fleet: LocalFleet) -> None:
 
 
 def test_a_submission_that_got_no_answer_is_sent_again_under_its_name(
-    fleet: LocalFleet, told: list[str], monkeypatch: pytest.MonkeyPatch
+    fleet: LocalFleet, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, lost = fleet.database.run, list[int]()
 
@@ -108,7 +108,7 @@ def test_a_submission_that_got_no_answer_is_sent_again_under_its_name(
     assert fleet.submit(COMMAND)["job_id"] != job
 
 
-def test_a_failure_of_the_database_is_told_in_its_own_words(
+def test_a_failure_of_the_database_is_reported_in_its_own_words(
     fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(fn: Any) -> Any:
@@ -125,7 +125,7 @@ def place_of(database: Database, folder: Path) -> FleetPlace:
     return FleetPlace(place_in(folder / "fleet").folder, FleetSettings(database=url))
 
 
-def test_a_client_goes_on_by_itself_when_the_process_that_answers_it_ends(
+def test_a_client_continues_by_itself_when_the_process_that_answers_it_ends(
     database: Database, tmp_path: Path
 ) -> None:
     place = place_of(database, tmp_path / ("long" * 40))

@@ -159,7 +159,7 @@ async def test_a_row_is_enough_and_one_that_goes_is_left_alone(fleet: Fleet):
         assert fleet.rack.asked.count("late") == asked
 
 
-async def test_one_that_hangs_is_asked_once_at_a_time_and_holds_up_nobody(fleet: Fleet):
+async def test_a_hanging_machine_is_polled_once_at_a_time_and_delays_no_other(fleet: Fleet):
     fleet.rack.hanging["stuck"] = asyncio.Event()
     fleet.add("stuck", "fine")
     async with fleet.polled():
@@ -233,7 +233,7 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
     assert ["true"] in fleet.rack.probes
 
 
-async def test_one_that_does_not_answer_becomes_unreachable_and_comes_back(fleet: Fleet):
+async def test_a_silent_machine_becomes_unreachable_and_recovers(fleet: Fleet):
     fleet.add("a")
     async with fleet.polled():
         await wait_until_async(lambda: fleet.contact("a") == "ok")
@@ -253,7 +253,7 @@ async def test_one_that_does_not_answer_becomes_unreachable_and_comes_back(fleet
     ]
 
 
-async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
+async def test_an_unusable_machine_row_does_not_end_polling(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ):
     def reach(machine: Machine) -> RackHost:

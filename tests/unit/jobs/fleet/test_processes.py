@@ -57,7 +57,7 @@ def test_a_process_that_hangs_is_there(other: subprocess.Popen[bytes]) -> None:
     assert not is_gone(other.pid, known)
 
 
-def test_one_that_was_killed_is_gone(other: subprocess.Popen[bytes]) -> None:
+def test_a_killed_process_no_longer_holds_its_role(other: subprocess.Popen[bytes]) -> None:
     known = facts(other.pid)
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)

@@ -167,7 +167,7 @@ class _Never:
         return false()
 
 
-async def test_what_is_reserved_for_an_attempt_that_is_over_and_clean_is_given_back(fleet: Fleet):
+async def test_reservations_of_clean_ended_attempts_are_closed(fleet: Fleet):
     fleet.job("done", "running")
     fleet.attempt("done", "succeeded", cleanup="clean")
     fleet.job("waits", "pending")

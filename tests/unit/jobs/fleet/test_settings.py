@@ -63,7 +63,7 @@ def test_a_file_is_read_strictly(tmp_path: Path) -> None:
         assert told in refused.value.message
 
 
-def test_what_others_may_enter_is_mended_and_nothing_new_is_theirs(tmp_path: Path) -> None:
+def test_permissions_of_existing_and_new_folders_are_private(tmp_path: Path) -> None:
     fleet = place(str(tmp_path / "fleet"))
     (fleet.blobs / "ab").mkdir(parents=True)
     before = os.umask(0o022)

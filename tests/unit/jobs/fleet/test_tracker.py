@@ -64,7 +64,7 @@ def position(database: Database) -> int:
     return database.read(lambda s: position_of(s, "outlet"))
 
 
-async def test_each_end_is_told_once_with_what_is_known_of_it(database: Database):
+async def test_each_end_is_reported_once_with_what_is_known_of_it(database: Database):
     outlet = Outlet()
     tracking = Tracker(database, outlet)
     lines = "\n".join(f"line {n}" for n in range(50))
@@ -82,7 +82,7 @@ async def test_each_end_is_told_once_with_what_is_known_of_it(database: Database
     assert "webhook" not in document, "an address may hold a key"
 
 
-async def test_after_a_restart_it_goes_on_where_it_was_acknowledged(database: Database):
+async def test_after_a_restart_it_continues_where_it_was_acknowledged(database: Database):
     outlet = Outlet()
     outlet.refused = {"b"}
     for name in "abc":
@@ -116,7 +116,7 @@ async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
 
 
 @pytest.mark.parametrize("since", [("a",), ("a", "new-1", "new-2", "new-3")])
-async def test_a_database_that_has_lost_its_last_commits_is_read_anew(
+async def test_a_database_that_has_lost_its_last_commits_is_read_again(
     database: Database, migrated_file: Path, tmp_path: Path, since: Sequence[str]
 ):
     """A copy that had not heard of them took over, whether or not it has given their numbers again by now."""

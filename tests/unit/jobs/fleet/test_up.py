@@ -148,7 +148,7 @@ def test_roles_of_two_versions_do_not_work_side_by_side(
     assert not is_current(database)
 
 
-def test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long(
+def test_tables_changed_by_a_process_that_missed_the_lock_are_migrated_again(
     database: Database,
     tmp_path: Path,
     other_version: Callable[[], AbstractContextManager[None]],

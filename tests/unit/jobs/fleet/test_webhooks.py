@@ -73,7 +73,7 @@ def ended(webhook: str | None = HOOK, event_id: int = 5) -> JobEnd:
     return JobEnd(event_id, "a", "completed", 1.0, epoch=3, exit_code=0, webhook=webhook)
 
 
-def told(database: Database) -> list[tuple[str, Any]]:
+def recorded_events(database: Database) -> list[tuple[str, Any]]:
     rows = database.read(
         lambda s: s.execute(select(Event.kind, Event.detail).order_by(Event.event_id)).all()
     )
@@ -92,7 +92,7 @@ async def test_a_webhook_posts_the_nats_message_with_an_idempotency_key(
     assert request.extensions["sni_hostname"] == "hooks.example.org"
     assert request.extensions["timeout"]["read"] == webhooks.ANSWER_TIMEOUT
     assert json.loads(request.content) == json.loads(ended().message())
-    assert told(database) == [
+    assert recorded_events(database) == [
         ("webhook.delivered", {"event_id": 5, "attempts": 1, "because": "HTTP 200"})
     ]
 
@@ -113,7 +113,7 @@ async def test_failed_deliveries_are_retried_with_growing_pauses_then_dropped(
         world.now += pause
     assert settled == {5}
     assert tries == len(PAUSES) + 1
-    assert told(database)[0][0] == "webhook.given_up"
+    assert recorded_events(database)[0][0] == "webhook.given_up"
 
 
 async def test_a_place_that_never_answers_holds_up_no_other(
@@ -181,8 +181,10 @@ async def test_nothing_is_sent_to_addresses_that_are_not_public(
         world.names["hooks.example.org"] = name
         assert await outlet.announce([ended(address, n)]) == {n}
         assert world.asked == [], (address, name)
-    assert {kind for kind, _ in told(database)} == {"webhook.given_up"}
-    assert not [said for _, said in told(database) if "10.0.0.1" in str(said)], "nor where it is"
+    assert {kind for kind, _ in recorded_events(database)} == {"webhook.given_up"}
+    assert not [said for _, said in recorded_events(database) if "10.0.0.1" in str(said)], (
+        "nor where it is"
+    )
     assert is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
 
 
@@ -196,9 +198,7 @@ async def test_settings_may_allow_private_addresses(database: Database, world: W
     await outlet.close()
 
 
-async def test_a_tracker_that_is_restarted_does_not_begin_anew_with_those_that_are_told(
-    database: Database, world: World
-):
+async def test_a_restarted_tracker_does_not_repeat_webhook_calls(database: Database, world: World):
     def end(name: str, webhook: str | None) -> Callable[[Any], None]:
         def write(session: Any) -> None:
             session.add(Job(job_id=name, request={} if webhook is None else {"webhook": webhook}))

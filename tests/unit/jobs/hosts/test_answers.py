@@ -97,7 +97,7 @@ def test_an_invalid_attempt_name_is_reported_as_a_folder(odd: dict[str, Any], na
     assert [each.detail for each in seen.quarantined] == ["attempts/x", name]
 
 
-def test_so_much_is_kept_and_no_more() -> None:
+def test_oversized_observations_are_truncated() -> None:
     long = "x" * 5_000_000
     said = answers.parse_observation(
         OBSERVATION

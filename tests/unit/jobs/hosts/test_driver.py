@@ -114,7 +114,7 @@ async def test_only_missing_blobs_travel_each_once_and_small_ones_together(tmp_p
     assert machine.verbs == ["missing", "put", "missing"]
 
 
-async def test_a_large_blob_travels_in_batches_and_goes_on_with_the_parts_that_are_missing(
+async def test_a_large_blob_travels_in_batches_and_continues_with_the_parts_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "BATCH", 10)
@@ -151,7 +151,7 @@ async def test_answers_that_do_not_match_the_request_are_rejected(
         await Runner(host).read("j", 3, "x", limit=10)
 
 
-async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on() -> None:
+async def test_a_runner_may_take_long_while_it_reports_progress() -> None:
     """For verbs with which it does say so, and for no other."""
     told = {"gather": {"whole": []}, "status": STATE, "release": {"clean": True}}
     host = Scripted(manifest={}, forget={}, sweep={}, **told)

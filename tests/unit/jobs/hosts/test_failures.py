@@ -57,7 +57,7 @@ def test_classes(given: ExitRecord, failure: FailureClass) -> None:
     assert classify(given).failure is failure
 
 
-def test_what_the_machine_says_of_its_gpus_goes_before_what_the_log_says() -> None:
+def test_gpu_problems_of_the_machine_outrank_the_log() -> None:
     found = classify(record(tail="CUDA out of memory"), gpu_problems=["GPU 3 has vanished"])
     assert (found.failure, found.because) == (FailureClass.GPU_FAULT, "GPU 3 has vanished")
 

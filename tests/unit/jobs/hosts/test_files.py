@@ -139,7 +139,7 @@ def receive(store: BlobStore, data: bytes, *, marked: bool = False, whole: bytes
     return sha(whole or data)
 
 
-def test_one_at_a_time_receives_a_blob_and_goes_on_after_a_crash(store: BlobStore) -> None:
+def test_one_at_a_time_receives_a_blob_and_continues_after_a_crash(store: BlobStore) -> None:
     data = b"0123456789"
     with store.incoming(sha(data), 10, "me") as incoming:
         incoming.add(data[:4])
@@ -183,7 +183,7 @@ def is_marked(store: BlobStore, sha256: str) -> bool:
 
 @pytest.mark.parametrize("how", ["put", "asked for", "put as a file", "received"])
 @pytest.mark.parametrize("first", [True, False])
-def test_who_puts_or_asks_for_what_was_fetched_has_it_spared_for_a_day(
+def test_a_blob_that_was_put_or_requested_is_spared_for_a_day(
     store: BlobStore, tmp_path: Path, how: str, first: bool
 ) -> None:
     def count_on_it() -> None:
@@ -292,7 +292,7 @@ def test_too_large_a_blob_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert everything(store) == set()
 
 
-def test_what_is_being_received_stays_and_is_spared_from_when_it_is_whole(
+def test_an_incoming_blob_stays_and_is_spared_from_its_completion(
     store: BlobStore,
 ) -> None:
     with store.incoming(sha(b"large"), 5, marked=True) as incoming:

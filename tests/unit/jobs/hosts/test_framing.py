@@ -23,11 +23,11 @@ from groupwise.jobs.hosts.port import (
     RunnerResponse,
 )
 
-ASKED = Request("log", most_body=4000, most_payload=200)
+LOG_REQUEST = Request("log", most_body=4000, most_payload=200)
 
 
 def read(data: bytes) -> RunnerResponse:
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     assert reader.feed(data)
     assert reader.answer is not None
     return reader.answer
@@ -47,7 +47,7 @@ def test_an_answer_is_read_whatever_stands_before_it_and_however_it_is_cut(
     noise: bytes, body: dict[str, str], payload: bytes, cuts: list[int]
 ) -> None:
     data = noise + answer_bytes(body, payload)
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     whole = False
     for size in cuts:
         if not whole:
@@ -101,7 +101,7 @@ def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
         read(announced(document))
 
 
-def test_small_things_without_number_are_none() -> None:
+def test_answers_with_too_many_small_values_are_refused() -> None:
     for many in (b"[],", b'"",'):
         with pytest.raises(BadAnswer, match="more than"):
             read(announced(b'{"x": [' + many * 900 + b"0]}"))
@@ -121,7 +121,7 @@ def test_nul_and_lone_surrogates_are_replaced_in_answers() -> None:
 def ended(
     status: int | None, complaints: str, output: bytes = b"", *, is_sent: bool = True
 ) -> HostError:
-    reader = AnswerReader(ASKED)
+    reader = AnswerReader(LOG_REQUEST)
     reader.feed(output)
     return incomplete_answer_error(reader, status, complaints, is_sent=is_sent)
 

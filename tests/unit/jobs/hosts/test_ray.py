@@ -16,8 +16,8 @@ from tests.fake_cluster_head import Head
 
 NAME = "j.1-0123abcd"
 WORD = "ray:head:8265"
-ASKED = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
-LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler(WORD, (ASKED,)))
+RAY_OPTIONS = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler(WORD, (RAY_OPTIONS,)))
 USAGE = {"CPU": [3.0, 4.0], "GPU": [0.5, 2.0]}
 CLUSTER = {"data": {"clusterStatus": {"loadMetricsReport": {"usage": USAGE}}}}
 
@@ -26,7 +26,7 @@ class RaysHead(Head):
     """The machine of Ray's head, with the jobs that Ray has."""
 
     def __init__(self, *jobs: dict[str, Any], **state: Any) -> None:
-        asked = {"engine": WORD, "engine_options": [ASKED]}
+        asked = {"engine": WORD, "engine_options": [RAY_OPTIONS]}
         super().__init__(**{**asked, "folder": "/srv/it's/j.1", "age": 9999.0, **state})
         self.jobs = {each.pop("name", NAME): each for each in jobs}
         self.answers: dict[str, tuple[int, str]] = {}
@@ -98,14 +98,14 @@ async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_somebody_else_has_submitted_it_at_the_same_time(status: int) -> None:
+async def test_a_concurrent_submission_of_the_same_job_counts_as_queued(status: int) -> None:
     head = RaysHead()
     head.answers["POST"] = (status, f"ValueError: Job with submission_id {NAME} already exists.")
     assert (await head().launch(LAUNCH)).state is RunnerState.QUEUED
     assert head.voided is None
 
 
-async def test_what_ray_would_not_have_leaves_nothing_and_no_answer_may_have_been_one() -> None:
+async def test_a_job_that_ray_refuses_leaves_nothing_and_a_server_error_is_unknown() -> None:
     head = RaysHead()
     head.answers["POST"] = (400, "Traceback:\n  …\nTypeError: entrypoint_num_cpus must be a number")
     with pytest.raises(RunnerRefused, match="TypeError") as refusal:
@@ -153,7 +153,7 @@ GIVEN_UP = job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT")
 
 
 @pytest.mark.parametrize("jobs", [(), (GIVEN_UP,)], ids=["a new head", "given up"])
-async def test_what_ray_forgot_or_gave_up_is_submitted_again_as_it_was(
+async def test_a_job_that_ray_forgot_or_gave_up_is_submitted_again_unchanged(
     jobs: tuple[dict[str, Any], ...],
 ) -> None:
     head = RaysHead(*[dict(each) for each in jobs])
@@ -207,7 +207,7 @@ def tended(head: RaysHead) -> RayRunner:
     return RayRunner(head, root="root", address="http://another:8265", caller_watches=True)
 
 
-TENDED = replace(LAUNCH, engine=Scheduler("ray", (ASKED,)))
+TENDED = replace(LAUNCH, engine=Scheduler("ray", (RAY_OPTIONS,)))
 
 
 async def test_tended_it_waits_while_its_head_is_away() -> None:

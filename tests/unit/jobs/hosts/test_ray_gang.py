@@ -15,8 +15,8 @@ from groupwise.jobs.hosts import ray_gang
 from groupwise.jobs.hosts.ray_gang import Gang, Machine, process_tree
 from tests.processes import is_gone, wait_until
 
-LIVES = "while true; do sleep 0.05; done"
-ENDS = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
+ENDLESS_SCRIPT = "while true; do sleep 0.05; done"
+SCRIPT_UNTIL_EVICTED = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
 """What leads, until it is told to end, as a runner looks for it."""
 
 
@@ -102,7 +102,7 @@ def gang(tmp_path: Path) -> Iterator[Gangs]:
 
 def test_the_others_run_what_the_first_one_says_and_end_after_it(gang: Gangs) -> None:
     told = gang.folder / "told"
-    script = f"echo $NODE_RANK $CANARY; echo >{told}; {LIVES}"
+    script = f"echo $NODE_RANK $CANARY; echo >{told}; {ENDLESS_SCRIPT}"
     waits = f"until [ -e {told} ]; do sleep 0.05; done; ls {gang.folder} >{gang.folder}/seen\n"
     assert gang.run(f"{follow('sh', '-c', script)}{waits}sleep 0.3\nexit 3") == 3
     assert gang.actors[1].machine.ended() == 128 + signal.SIGTERM
@@ -118,9 +118,9 @@ def test_all_ranks_end_when_one_ends(
     monkeypatch.setattr(ray_gang, "NOTICE", 0.1)
     if how == "is gone":
         gang.actors[1].gone = True
-        leads = ENDS.format(gang.folder)
+        leads = SCRIPT_UNTIL_EVICTED.format(gang.folder)
     else:
-        leads = f"{follow('false')}{ENDS.format(gang.folder)}"
+        leads = f"{follow('false')}{SCRIPT_UNTIL_EVICTED.format(gang.folder)}"
     assert gang.run(leads) == 9
 
 
@@ -138,7 +138,7 @@ def test_an_answer_that_does_not_come_is_no_end_and_nothing_begins_twice(gang: G
     assert twice.read_text() == "x\nx\n"
 
 
-def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
+def test_a_stop_by_ray_is_sent_to_the_first_machine(gang: Gangs) -> None:
     ready = gang.folder / "ready"
 
     class Stops(list[int]):
@@ -147,7 +147,7 @@ def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
 
     gang.stops = Stops()
     told = "trap 'exit 8' TERM"  # its runner is to tell it, alone
-    assert gang.run(f"{told}\necho >{ready}\n{ENDS.format(gang.folder)}") == 9
+    assert gang.run(f"{told}\necho >{ready}\n{SCRIPT_UNTIL_EVICTED.format(gang.folder)}") == 9
     assert engine_said(gang) == "25"
 
 
@@ -156,7 +156,7 @@ def test_a_member_that_ignores_sigterm_is_killed(
 ) -> None:
     monkeypatch.setattr(ray_gang, "SAVING", 0.2)
     ready = gang.folder / "ready"
-    stays = f"trap '' TERM; echo >{ready}; {LIVES}"
+    stays = f"trap '' TERM; echo >{ready}; {ENDLESS_SCRIPT}"
     waits = f"until [ -e {ready} ]; do sleep 0.05; done\n"
     assert gang.run(f"{follow('sh', '-c', stays)}{waits}sleep 0.2") == 0
     wait_until(lambda: gang.actors[1].machine.ended() == 128 + signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_a_member_that_ignores_sigterm_is_killed(
 def test_processes_of_a_gang_end_with_their_leader(tmp_path: Path) -> None:
     """However that ended."""
     text = Path(ray_gang.__file__).read_text().partition("\nif __name__")[0]
-    (tmp_path / "begin.sh").write_text(f"echo $$ >{tmp_path}/pid\n{LIVES}")
+    (tmp_path / "begin.sh").write_text(f"echo $$ >{tmp_path}/pid\n{ENDLESS_SCRIPT}")
     begins = f"{text}\nMachine().lead({str(tmp_path)!r}, {{}})\nsignal.pause()"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", begins]) as process:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())

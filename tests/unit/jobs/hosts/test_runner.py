@@ -42,7 +42,7 @@ def new(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
+def test_reserved_names_are_equal_in_runner_and_control_plane() -> None:
     assert RESERVED_NAMES == spec.RESERVED_NAMES
     assert RESERVED_PREFIXES == spec.RESERVED_PREFIXES
     assert JOB_ID.pattern == spec.JOB_ID.pattern
@@ -342,7 +342,7 @@ def test_a_program_that_is_not_there_or_cannot_be_executed(either: Machine) -> N
         assert (record["reason"], record["code"]) == ("spawn_failed", code)
 
 
-def test_wait_answers_when_something_changes_and_ends_when_nobody_listens(either: Machine) -> None:
+def test_wait_answers_on_a_change_and_ends_when_the_caller_disconnects(either: Machine) -> None:
     either.sh(
         "until [ -e go ]; do sleep 0.02; done; echo word; until [ -e on ]; do sleep 0.02; done"
     )
@@ -414,7 +414,7 @@ def test_the_channel_closes_while_the_command_runs(either: Machine) -> None:
     assert os.getsid(pid) == pid
 
 
-def test_what_a_command_left_behind_is_ended_and_counted(either: Machine) -> None:
+def test_leftover_processes_of_a_command_are_ended_and_counted(either: Machine) -> None:
     """Not what goes with it by itself, or was ended together with it."""
     either.sh("nohup sleep 600 & sleep 600 & exit 0")
     record = either.comes_to("exited")["exit"]

@@ -63,13 +63,13 @@ def ended(state: MemberState, **environment: str) -> tuple[int, str]:
     return engine.returncode, said
 
 
-async def said(runner: Runner, epoch: int = 1) -> str:
+async def log_text(runner: Runner, epoch: int = 1) -> str:
     return (await runner.log("j", epoch, 0)).data.decode()
 
 
 async def until_said(runner: Runner, what: str) -> None:
     until = time.monotonic() + TIMEOUT_S
-    while what not in await said(runner):
+    while what not in await log_text(runner):
         assert time.monotonic() < until
         await asyncio.sleep(0.02)
 
@@ -99,7 +99,7 @@ async def test_it_waits_until_its_engine_begins_it_and_ends_with_the_same_status
     assert found.state is RunnerState.EXITED
     assert found.exit is not None
     assert (found.exit.code, found.exit.reason, found.exit.gpus) == (7, ExitReason.EXITED, 2)
-    assert await said(runner) == "canary 41 2,3\n"
+    assert await log_text(runner) == "canary 41 2,3\n"
     assert holding(tmp_path / "root", SECRET) == []
 
 
@@ -118,21 +118,21 @@ async def test_voided_it_never_begins_says_why_and_leaves_no_secret(
     assert holding(tmp_path / "root", SECRET) == []
     code, told = ended(waits)
     assert (code, "voided" in told) == (0, True)
-    assert await said(runner) == ""
+    assert await log_text(runner) == ""
     assert (await runner.void("j", 1)).state is RunnerState.VOIDED
     await runner.forget("j", 1)
     assert ended(waits)[0] == 2  # as sh says of a script that is not there
     assert (await runner.launch(job("print('it ran')"))).state is RunnerState.REFUSED
 
 
-async def test_of_many_that_begin_it_one_does(runner: Runner) -> None:
+async def test_only_one_of_many_engines_starts_the_attempt(runner: Runner) -> None:
     waits = await runner.launch(job("open('out', 'a').write('x'); print('it ran')"))
     engines = [begins(waits) for _ in range(8)]
     told = [engine.communicate(timeout=TIMEOUT_S)[0] for engine in engines]
     assert [engine.returncode for engine in engines] == [0] * 8
     assert sum("it does not begin again" in text for text in told) == 7
     assert "begun before" in ended(waits)[1]
-    assert await said(runner) == "it ran\n"
+    assert await log_text(runner) == "it ran\n"
 
 
 async def test_void_and_begin_race_and_one_of_them_decides(runner: Runner) -> None:
@@ -142,7 +142,7 @@ async def test_void_and_begin_race_and_one_of_them_decides(runner: Runner) -> No
         await asyncio.sleep(epoch * 0.02)
         voided = await runner.void("j", epoch)
         engine.communicate(timeout=TIMEOUT_S)
-        ran = await said(runner, epoch) == "it ran\n"
+        ran = await log_text(runner, epoch) == "it ran\n"
         assert ran is (voided.state is not RunnerState.VOIDED)
 
 
@@ -171,7 +171,7 @@ async def test_an_eviction_that_only_the_engine_knows_of_reaches_the_job_at_once
     assert found.exit is not None
     assert found.exit.reason is ExitReason.EVICTED
     assert "queue ended it" in found.exit.message
-    assert float((await said(runner)).split()[1]) - began < 15
+    assert float((await log_text(runner)).split()[1]) - began < 15
 
 
 async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -> None:
@@ -189,7 +189,7 @@ async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -
     assert found.exit.reason is ExitReason.CANCELLED
 
 
-async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: Runner) -> None:
+async def test_an_attempt_whose_start_was_killed_is_lost_and_not_taken_over(runner: Runner) -> None:
     waits = await runner.launch(job("print('it ran')"))
     os.rename(f"{waits.folder}/queued.json", f"{waits.folder}/queued.json.killed")
     found = await runner.status("j", 1)
@@ -197,7 +197,7 @@ async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: R
     assert (await runner.launch(job("print('it ran')"))).state is RunnerState.LOST
     assert (await runner.void("j", 1)).state is RunnerState.LOST
     assert ended(waits)[0] == 0
-    assert await said(runner) == ""
+    assert await log_text(runner) == ""
     again = await runner.launch(job("print('it ran')", 2))
     assert ended(again) == (0, "")
-    assert await said(runner, 2) == "it ran\n"
+    assert await log_text(runner, 2) == "it ran\n"

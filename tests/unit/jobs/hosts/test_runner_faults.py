@@ -181,7 +181,7 @@ def claimed(here: Machine, epoch: int = 1) -> int:
     return lock
 
 
-def test_what_is_being_claimed_is_left_alone_and_what_never_began_is_taken_over(
+def test_a_locked_claim_is_left_alone_and_an_unlocked_one_is_taken_over(
     here: Machine,
 ) -> None:
     lock = claimed(here)
@@ -229,7 +229,7 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
     assert (began, ended) == ([True] * begins, [127])
 
 
-def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
+def test_exactly_one_of_many_launches_and_voids_decides(here: Machine) -> None:
     for epoch in range(1, 4):
         order = here.order("sh", "-c", "echo started >> ../starts", epoch=epoch)
         bodies = [here.body("launch", **order), here.body("void", job="job", epoch=epoch)] * 4
@@ -255,7 +255,7 @@ def test_a_request_is_refused_while_another_holds_the_lock_of_the_job(
     assert here.status()["state"] == "absent"
 
 
-def test_of_many_epochs_at_once_the_highest_stands(here: Machine) -> None:
+def test_the_highest_of_many_concurrent_epochs_wins(here: Machine) -> None:
     orders = [here.order("sleep", "0.1", epoch=epoch) for epoch in (3, 9, 1, 7, 2)]
     calls = [here.begin(request(here.body("launch", **order))) for order in orders]
     for call in calls:
@@ -393,7 +393,7 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
     assert sent == [signal.SIGTERM]
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    send_signal(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
+    send_signal(ended.pid, 1, signal.SIGKILL)  # nobody receives it: not an error
     assert sent == [signal.SIGTERM]
 
 
@@ -435,7 +435,7 @@ def test_a_command_whose_deadman_has_passed_never_begins(here: Machine, how: str
     assert not (here.folder() / "started").exists()
 
 
-def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
+def test_repeated_or_older_clocks_do_not_extend_the_deadman(here: Machine) -> None:
     clock = here.status()["clock"]
     for told, counts in ((clock - 10, clock - 10), (clock - 20, clock - 10), (clock, clock)):
         here.sh(FOR_EVER, deadman=3600, clock=told)
@@ -508,7 +508,7 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
         remove_cgroup(scope)
 
 
-def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
+def test_memory_beyond_the_limit_is_reported(here: Machine) -> None:
     if not here.ask("hello")["cgroup"]["memory"]:
         pytest.skip("memory cannot be limited here")
     program = "x = bytearray(200 << 20)\nfor n in range(0, len(x), 4096): x[n] = 1"
@@ -528,7 +528,7 @@ def small(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full_disk(
+def test_on_a_full_disk_attempts_can_be_voided_and_old_ones_removed(
     small: Machine,
 ) -> None:
     small.sh("exit 9")
@@ -563,7 +563,7 @@ def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     assert small.comes_to("exited", job="cancelled")["exit"]["reason"] == "cancelled"
 
 
-def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
+def test_a_log_continues_where_a_full_disk_has_room_again(small: Machine) -> None:
     """Nothing is lost: what could not be written waits, and so does the command."""
     small.sh(
         "until [ -e go ]; do sleep 0.02; done; seq 1000000 1059999; until [ -e room ]; do sleep 0.02; done; exit 9"

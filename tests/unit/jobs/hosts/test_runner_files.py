@@ -116,7 +116,7 @@ def test_a_job_finds_its_files(either: Machine) -> None:
         assert (either.work() / name).stat().st_mode & 0o777 == mode
 
 
-def test_what_a_job_does_to_its_files_harms_no_other(here: Machine) -> None:
+def test_a_job_that_changes_its_files_harms_no_other_job(here: Machine) -> None:
     """However large they are, and whoever it is: root heeds no mode."""
     small, large = b"small", os.urandom(2 << 20)
     files = {"small": [sha(small), 0o644, 5], "large": [sha(large), 0o444, len(large)]}
@@ -158,7 +158,7 @@ def test_the_sweep_keeps_what_is_wanted_and_waits_for_a_launch(
     assert not left.exists()
 
 
-def test_what_was_asked_for_lately_is_not_swept(here: Machine) -> None:
+def test_recently_requested_blobs_are_not_swept(here: Machine) -> None:
     asked, old = here.put(b"asked for", b"old")
     root = Root(str(here.root))
     changed = os.stat(root.blob(old)).st_ctime
@@ -259,7 +259,7 @@ def keep(here: Machine, *files: tuple[str, bytes]) -> None:
     assert told["kept"] == [sha(data) for _, data in files]
 
 
-def test_what_an_attempt_has_made_is_kept_without_being_sent_and_nothing_else(
+def test_only_files_of_the_attempt_itself_become_blobs_without_upload(
     either: Machine, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_text("one")
@@ -328,7 +328,7 @@ def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> 
     assert manifest(here)["files"]["outputs/x"][0] == sha(b"two")
 
 
-def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
+def test_many_refused_files_are_reported_in_part_and_counted(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""

@@ -89,8 +89,8 @@ def odd_entries(folder: Path) -> None:
     saved(folder / ("y" * 255) / "new\nline", 4)
 
 
-def test_what_a_job_calls_a_manifest_breaks_nothing(either: Machine) -> None:
-    """Whatever stands in it, and where it is no file at all."""
+def test_malformed_checkpoint_manifests_do_no_harm(either: Machine) -> None:
+    """Whatever stands in it, also if it is not a file at all."""
     either.sh("until [ -e go ]; do sleep 0.02; done", job="other")
     either.sh("until [ -e go ]; do sleep 0.02; done; echo last words; exit 3")
     outputs = either.work() / "outputs"
@@ -176,7 +176,7 @@ def test_odd_records_of_one_break_no_answer_about_others(here: Machine, odd: str
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
-def test_records_that_are_no_files_are_waited_for_by_nobody(here: Machine, kind: str) -> None:
+def test_records_that_are_not_files_are_not_waited_for(here: Machine, kind: str) -> None:
     here.sh("sleep 600", job="other")
     here.sh("until [ -e go ]; do sleep 0.02; done; exit 3")
     for name in (*RECORDS, "outcome.json"):

@@ -55,7 +55,7 @@ def test_a_name_has_one_meaning(pieces: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["json", "os.path", "groupwise.core.errors", ".below"])
-def test_what_would_be_missing_on_the_machine_is_refused(pieces: Path, module: str) -> None:
+def test_imports_that_the_assembled_runner_lacks_are_refused(pieces: Path, module: str) -> None:
     (pieces / "below.py").write_text(f"from {module} import dumps\n{BELOW}")
     with pytest.raises(ValueError, match=rf"from {re.escape(module)} import dumps: .*left out"):
         assemble(pieces)

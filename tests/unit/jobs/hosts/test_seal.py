@@ -25,7 +25,7 @@ def seen(here: Machine) -> list[dict[str, Any]]:
     return here.ask("manifest", job="job", epoch=1, what="checkpoints")["checkpoints"]
 
 
-def test_what_a_job_has_sealed_is_complete_and_what_it_has_not_is_none(either: Machine) -> None:
+def test_only_sealed_folders_are_checkpoints(either: Machine) -> None:
     """By the file alone, in the Python of the machine, which has no Groupwise."""
     python, file = either.python, str(FILE)
     either.sh(
@@ -42,7 +42,7 @@ def test_what_a_job_has_sealed_is_complete_and_what_it_has_not_is_none(either: M
     ]
 
 
-def test_every_file_is_named_and_one_that_is_written_over_is_sealed_anew(tmp_path: Path) -> None:
+def test_every_file_is_named_and_one_that_is_written_over_is_sealed_again(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-4")
     assert seal(folder, 4) == folder / "manifest.json"
     said = json.loads((folder / "manifest.json").read_text())

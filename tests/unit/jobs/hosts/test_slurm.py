@@ -89,7 +89,7 @@ async def test_a_controller_that_is_away_is_no_end(program: str, words: dict[str
     assert (cluster.voided, cluster.forgotten) == (None, False)
 
 
-async def test_what_slurm_would_not_have_leaves_nothing() -> None:
+async def test_a_job_that_slurm_refuses_leaves_nothing() -> None:
     cluster = Cluster()
     cluster.answers["sbatch"] = {"code": 1, "err": "sbatch: error: invalid partition specified: x"}
     with pytest.raises(RunnerRefused, match="invalid partition") as refusal:
@@ -159,7 +159,7 @@ async def test_a_queued_job_stays_queued_while_slurm_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize("seen", ["lost", "rebooted"])
-async def test_what_was_begun_has_not_ended_while_slurm_is_away(seen: str) -> None:
+async def test_a_started_job_counts_as_running_while_slurm_is_unreachable(seen: str) -> None:
     cluster = Cluster(state=seen, pid=3, beat_age=9999.0, same_boot=False)
     cluster.answers["squeue"] = AWAY
     assert (await tended(cluster).status("j", 1)).state is RunnerState.RUNNING

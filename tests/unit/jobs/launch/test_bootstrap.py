@@ -17,7 +17,9 @@ order = json.load(open("order.json"))
 json.dump({"python": order["answer"], "folder": order["folder"]}, open("result.json", "w"))
 print("made")
 """
-TELLS = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open('told', 'w'))"
+REPORT_PROGRAM = (
+    "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open('told', 'w'))"
+)
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def work(tmp_path: Path) -> Path:
     (own / "builder.py").write_text(BUILDER)
     order = {"folder": "~/environments", "answer": str(bin_folder / "python")}
     (own / "order.json").write_text(json.dumps(order))
-    (bin_folder / "tell").write_text(f"#!{sys.executable}\n{TELLS}\n")
+    (bin_folder / "tell").write_text(f"#!{sys.executable}\n{REPORT_PROGRAM}\n")
     (bin_folder / "tell").chmod(0o755)
     return tmp_path
 

@@ -205,7 +205,7 @@ def test_patterns_leave_files_out_and_the_summary_says_what_is_sent(project: Pat
 def test_a_project_without_git_travels_but_for_what_tools_make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
+    """Files of editors are not results of jobs; what is being fetched does not travel, and no pipe is waited for."""
     here = ("task.py", "pack/z.py", "env/game.py", ".vscode/launch.json", "db/run.db", "db/code.py")
     made = (
         "my-env/pyvenv.cfg", "my-env/lib/x.py", "pack/__pycache__/y.pyc", "my.egg-info/PKG-INFO",
@@ -238,7 +238,9 @@ def test_a_project_without_git_travels_but_for_what_tools_make(
     assert set(bundle(tmp_path / "pack").files) == {"z.py"}, "its repository ignores all of it"
 
 
-def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_that_git_cannot_list_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = project / "program"
     program.write_text(f"#!/bin/sh\ntouch {project}/ran\n")
     program.chmod(0o755)

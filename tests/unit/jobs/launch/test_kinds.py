@@ -51,7 +51,7 @@ def row(**columns: Any) -> dict[str, Any]:
     }
 
 
-def told(kind: TrainingKind, **columns: Any) -> str:
+def refusal_of(kind: TrainingKind, **columns: Any) -> str:
     with pytest.raises(UsageError) as caught:
         kind.expand(row(**columns))
     return str(caught.value)
@@ -61,7 +61,7 @@ Given = Callable[[JobSpec], tuple[Flags, tuple[str, ...]]]
 
 
 @pytest.fixture
-def given(taken: list[tuple[Any, ...]]) -> Given:
+def parsed_arguments(taken: list[tuple[Any, ...]]) -> Given:
     """What the command makes of its words."""
 
     def of(spec: JobSpec) -> tuple[Flags, tuple[str, ...]]:
@@ -75,7 +75,7 @@ def given(taken: list[tuple[Any, ...]]) -> Given:
 # GRPO
 
 
-def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
+def test_odd_values_of_a_row_reach_the_command_unchanged(parsed_arguments: Given) -> None:
     odd = row(
         model=ODD,
         dataset="/" + ODD,
@@ -87,7 +87,7 @@ def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
     )
     spec = GRPO.expand(odd)
     assert problems(spec) == []
-    flags, overrides = given(spec)
+    flags, overrides = parsed_arguments(spec)
     assert (flags.model, flags.dataset, flags.max_steps) == (ODD, "/" + ODD, 3)
     assert flags.reward_function == ("-a.py:f", "--model=evil:f", "m:g")
     assert (flags.preprocessing_pipeline, flags.use_unsloth) == ("--use_unsloth", False)
@@ -151,8 +151,8 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
     ],
     ids=str,
 )
-def test_all_that_is_wrong_is_told(columns: dict[str, Any], texts: list[str]) -> None:
-    said = told(GRPO, **columns)
+def test_all_that_is_wrong_is_reported(columns: dict[str, Any], texts: list[str]) -> None:
+    said = refusal_of(GRPO, **columns)
     assert [text for text in texts if text not in said] == [], said
 
 
@@ -183,12 +183,12 @@ OF_KIND = {GRPO: {}, SFT: {"reward_function": None}, EVAL: {}}
 
 
 def test_columns_without_effect_are_refused() -> None:
-    assert "reward_function has no" in told(SFT)
-    assert "num_generations is 8" in told(SFT, num_generations=8)
-    assert "max_steps is 3" in told(EVAL, max_steps=3)
+    assert "reward_function has no" in refusal_of(SFT)
+    assert "num_generations is 8" in refusal_of(SFT, num_generations=8)
+    assert "max_steps is 3" in refusal_of(EVAL, max_steps=3)
     for key in ("learning_rate", "num_train_epochs"):
         given = {"reward_function": None, "hyperparams": {f"training.{key}": 1}}
-        assert key in told(SFT, **given)
+        assert key in refusal_of(SFT, **given)
 
 
 @pytest.mark.parametrize("kind", OF_KIND)
@@ -196,7 +196,7 @@ def test_machines_and_gpus_that_would_stand_idle_are_refused(kind: TrainingKind)
     columns = OF_KIND[kind]
 
     def said(**resources: Any) -> str:
-        return told(kind, **columns, request={"resources": resources})
+        return refusal_of(kind, **columns, request={"resources": resources})
 
     assert "resources.machines is 2, but " in said(machines=2, gpus=0)
     assert "-- torchrun" in said(machines=2)

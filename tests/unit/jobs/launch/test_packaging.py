@@ -80,7 +80,7 @@ def test_secrets_are_named_and_nothing_more(packs: Packs, store: BlobStore) -> N
     assert CANARY not in str(refused.value)
 
 
-def test_files_on_their_way_are_for_nobody_else(
+def test_packed_files_are_readable_only_by_their_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -132,7 +132,7 @@ def test_files_named_with_take_are_packed(packs: Packs, project: Path) -> None:
     assert ".env" in packs(take=(".env",)).bundle.files
 
 
-def test_what_the_command_reads_has_to_travel(packs: Packs, project: Path) -> None:
+def test_files_that_the_command_reads_must_be_packed(packs: Packs, project: Path) -> None:
     needs, outside = (str(project / "runs/warm/final"), "task.py"), (str(project.parent),)
     with pytest.raises(UsageError, match=r" --file runs/warm$"):
         packs(needs=needs)

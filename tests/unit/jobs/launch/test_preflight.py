@@ -57,7 +57,7 @@ def test_a_training_says_where_it_writes_and_leaves_nothing(
     assert left == {"c.yaml", "task.py", "queue.py"}
 
 
-def test_what_would_fail_is_told_in_its_own_words(
+def test_a_preflight_failure_is_reported_with_its_message_and_env_file_advice(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here for a variable that only this terminal has."""

@@ -26,7 +26,7 @@ ODD = (
     *("two\nlines\n", "\ttab", "\\", "é→😀", "*", "~", "#no", "yes", "1e5", "0o7", "12:30", "null"),
     *("{a: b}", "[x]", "- x", "&a", "!b", "\x85\u2028\x7f", "$", "$$", "a$"),
 )
-ASKED = RenderOptions(
+RENDER_OPTIONS = RenderOptions(
     "sums", ("groupwise", "rl", *ODD), "registry.example/me/groupwise:1@sha256:ab", 1.5
 )
 SECRET: dict[str, Any] = {"secret": "sums-env", "variables": ("TOKEN", "OTHER")}
@@ -37,7 +37,7 @@ NODES: dict[str, Any] = {
     "toleration": tuple(map(Toleration.parse, TAINTS)),
     "image_pull_secret": ("registry", "other.registry"),
 }
-WHOLE = replace(ASKED, nodes=4, namespace="research", **SECRET, **ROOM, **NODES)
+WHOLE = replace(RENDER_OPTIONS, nodes=4, namespace="research", **SECRET, **ROOM, **NODES)
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
@@ -57,17 +57,17 @@ def container(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_kubernetes_schema_has_nothing_against_it() -> None:
-    for asked in (ASKED, WHOLE, replace(ASKED, gpus=0)):
+    for asked in (RENDER_OPTIONS, WHOLE, replace(RENDER_OPTIONS, gpus=0)):
         for document in manifests(asked):
             kubernetes_validate.validate(document, VERSION, strict=True)
-    [job] = manifests(ASKED)
+    [job] = manifests(RENDER_OPTIONS)
     job["spec"]["podReplacementPolice"] = job["spec"].pop("podReplacementPolicy")
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSION, strict=True)
 
 
 def test_a_job_is_tried_once_and_ended_in_time() -> None:
-    [job] = manifests(ASKED)
+    [job] = manifests(RENDER_OPTIONS)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert spec["activeDeadlineSeconds"] == 5400
@@ -92,7 +92,7 @@ def test_a_cluster_is_told_which_nodes_and_how_the_image_is_pulled() -> None:
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container(job)["volumeMounts"]
 
 
-@pytest.mark.parametrize("asked", [ASKED, WHOLE])
+@pytest.mark.parametrize("asked", [RENDER_OPTIONS, WHOLE])
 def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: RenderOptions) -> None:
     text = as_yaml(manifests(asked))
     old = list(yaml.safe_load_all(text))
@@ -128,6 +128,6 @@ def test_nodes_meet_at_the_first_of_them_secrets_are_named_and_results_have_a_cl
     ({"image_pull_secret": ("A",)}, "image_pull_secret"),
     ({"toleration": (Toleration.parse("a=b:Never"),)}, "Never"), ({"gpu_model": "H100"}, "--node-selector"), ({"spot": True}, "--spot"),
 ])  # fmt: skip
-def test_what_kubernetes_would_not_take_is_told(change: dict[str, Any], why: str) -> None:
+def test_values_that_kubernetes_rejects_are_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        manifests(replace(ASKED, **change))
+        manifests(replace(RENDER_OPTIONS, **change))

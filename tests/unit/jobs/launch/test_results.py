@@ -42,7 +42,7 @@ def test_a_summary_that_came_back_broken_is_none(tmp_path: Path) -> None:
         assert "cannot read" in document["runs"][0]["problem"]
 
 
-def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Path) -> None:
+def test_results_of_an_earlier_job_with_the_same_name_are_set_aside(tmp_path: Path) -> None:
     folder = tmp_path / results.FOLDER / "job"
     assert results.set_aside(folder) is None
     prepare(folder)

@@ -41,7 +41,7 @@ ODD = (
     ),
     *("two\nlines\n", "\\", "é→😀", "*", "~", "#no", "{a: b}", "&", ";", "\x7f"),
 )
-ASKED = RenderOptions(
+RENDER_OPTIONS = RenderOptions(
     "sums",
     ("groupwise", "rl", *ODD),
     "me/groupwise:1",
@@ -51,7 +51,7 @@ ASKED = RenderOptions(
     setup="echo made > made",
 )
 ROOM: dict[str, Any] = {"cpus": "7500m", "memory": "64Gi", "disk_gb": 200, "spot": True}
-WHOLE = replace(ASKED, nodes=4, variables=("TOKEN", "OTHER"), **ROOM)
+WHOLE = replace(RENDER_OPTIONS, nodes=4, variables=("TOKEN", "OTHER"), **ROOM)
 READ_BY_DSTACK = """
 import json, sys, yaml
 from dstack._internal.core.models.configurations import parse_apply_configuration
@@ -101,7 +101,7 @@ def arrived(script: str, folder: Path, variables: dict[str, str]) -> list[str]:
 def test_arguments_arrive_exactly_and_nodes_meet_at_the_first_one(
     render: Render, nodes: int, tmp_path: Path
 ) -> None:
-    task, comments = render(replace(ASKED, nodes=nodes))
+    task, comments = render(replace(RENDER_OPTIONS, nodes=nodes))
     text = as_yaml([task], comments)
     assert yaml.safe_load(text) == task
     if render is skypilot_task:
@@ -109,7 +109,7 @@ def test_arguments_arrive_exactly_and_nodes_meet_at_the_first_one(
             task["run"],
             {"SKYPILOT_NODE_RANK": "3", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
         )
-        assert task["setup"] == ASKED.setup
+        assert task["setup"] == RENDER_OPTIONS.setup
     else:
         script = " && ".join(task["commands"]).replace("$$", "$")
         names = {"DSTACK_NODE_RANK": "3", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
@@ -118,11 +118,11 @@ def test_arguments_arrive_exactly_and_nodes_meet_at_the_first_one(
         assert words[:5] == [
             *("torchrun", "--nnodes=4", "--nproc-per-node=8", "--node-rank=3", "--master-addr=10.0.0.1"),
         ]  # fmt: skip
-    assert words[-len(ASKED.command) :] == [*ASKED.command]
+    assert words[-len(RENDER_OPTIONS.command) :] == [*RENDER_OPTIONS.command]
 
 
 @pytest.mark.soak(suite="launch")
-@pytest.mark.parametrize("options", [ASKED, WHOLE], ids=["small", "whole"])
+@pytest.mark.parametrize("options", [RENDER_OPTIONS, WHOLE], ids=["small", "whole"])
 @pytest.mark.parametrize(("engine", "render", "program"), [
     ("skypilot", skypilot_task, READ_BY_SKYPILOT), ("dstack", dstack_task, READ_BY_DSTACK),
 ])  # fmt: skip
@@ -166,8 +166,8 @@ def test_their_own_packages_read_what_was_asked(
     (dstack_task, {"command": ("groupwise", "a\0b")}, "NUL"), (dstack_task, {"command": ("x", "${{ groups[0].y }}")}, "an address"),
     (dstack_task, {"gpu_model": "H 100"}, "H 100"),
 ])  # fmt: skip
-def test_what_an_engine_cannot_say_is_refused(
+def test_settings_that_an_engine_cannot_express_are_refused(
     render: Render, change: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(UsageError, match=why):
-        render(replace(ASKED, **change))
+        render(replace(RENDER_OPTIONS, **change))

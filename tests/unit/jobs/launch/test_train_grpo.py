@@ -69,7 +69,7 @@ def test_the_config_is_one_of_groupwise_rl() -> None:
     assert config.algorithm.type == "grpo"
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     flags = Flags(model="", dataset="", reward_function=(), max_steps=0, learning_rate=float("inf"))
     told = problems(flags, ["run.dir=x", "sampler={}"])
     assert [text.split()[0] for text in told] == [

@@ -81,13 +81,13 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def said() -> list[Any]:
+def output() -> list[Any]:
     return []
 
 
 @pytest.fixture
-def watch(said: list[Any], tmp_path: Path) -> Watch:
-    return Watch(tmp_path, said.append, said.append)
+def watch(output: list[Any], tmp_path: Path) -> Watch:
+    return Watch(tmp_path, output.append, output.append)
 
 
 def running(log: int = 0, checkpoints: int = 0) -> Status:
@@ -100,7 +100,7 @@ async def ends(watch: Watch, place: Place) -> Status:
 
 
 async def test_each_byte_of_the_log_is_written_once(
-    watch: Watch, said: list[Any], monkeypatch: pytest.MonkeyPatch
+    watch: Watch, output: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "PIECE", 3)
     place = Place(
@@ -108,8 +108,8 @@ async def test_each_byte_of_the_log_is_written_once(
     )
     status = await ends(watch, place)
     assert status.ending == ENDED
-    assert b"".join(said) == b"hello there"
-    assert max(map(len, said)) == 3
+    assert b"".join(output) == b"hello there"
+    assert max(map(len, output)) == 3
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ async def test_results_come_with_each_new_checkpoint_and_at_the_end(
 
 @pytest.mark.parametrize("why", [Unreachable, Busy])
 async def test_an_unreachable_place_is_asked_again_and_reported_once(
-    watch: Watch, said: list[Any], slept: list[float], why: type[CloudError]
+    watch: Watch, output: list[Any], slept: list[float], why: type[CloudError]
 ) -> None:
     place = Place([Status(Phase.ENDED, 2, ending=ENDED)], b"ok", away=3, why=why)
     await ends(watch, place)
-    assert [each for each in said if each != b"ok"] == [
+    assert [each for each in output if each != b"ok"] == [
         "it is away. Asking again.",
         "it answers again",
     ]
-    assert b"ok" in said
+    assert b"ok" in output
     assert (slept, len(place.fetched)) == ([watching.RETRY_SECONDS] * 3, 1)
 
 
@@ -157,13 +157,15 @@ async def test_patience_has_an_end_and_a_refusal_is_not_asked_again(
         assert 0 <= sum(slept) - silence - watching.RETRY_TIMEOUT <= silence
 
 
-async def test_who_was_interrupted_goes_on_where_it_was(watch: Watch, said: list[Any]) -> None:
+async def test_watching_continues_after_an_interruption_without_repeating_output(
+    watch: Watch, output: list[Any]
+) -> None:
     class Interrupts(Place):
         async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         await ends(watch, Interrupts([running(5)], b"12345"))
-    assert b"".join(said) == b"12345"
+    assert b"".join(output) == b"12345"
     await ends(watch, Place([Status(Phase.ENDED, 7, ending=ENDED)], b"1234567"))
-    assert b"".join(said) == b"1234567"
+    assert b"".join(output) == b"1234567"

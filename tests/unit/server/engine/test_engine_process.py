@@ -92,7 +92,7 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
     assert capfd.readouterr() == ("", "")
 
 
-async def test_calls_that_nobody_waits_for_end_and_so_do_those_at_their_deadline():
+async def test_calls_without_a_waiter_and_calls_past_their_deadline_end():
     async with served(silence_limit=1.0) as engine:
         waiting = [asyncio.create_task(engine.call("sample")) for _ in range(3)]
         kept = asyncio.create_task(engine.call("wait"))
@@ -136,7 +136,7 @@ async def test_a_call_that_outlasts_its_deadline_costs_the_engine(verb):
         assert (await engine.ended()).startswith(why)
 
 
-async def test_a_silent_loop_is_ended_with_its_last_words_and_holds_nobody_up():
+async def test_a_silent_loop_is_ended_with_its_last_output_and_blocks_no_caller():
     async with served(silence_limit=1.0) as engine:
         await engine.call("show", "something odd")
         children = await engine.call("start_children")

@@ -21,7 +21,7 @@ def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
     return stored
 
 
-def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
+def test_the_last_two_automatic_states_are_kept(tmp_path: Path) -> None:
     folders = SavedFolders(tmp_path)
     for call in (3, 6, 9, 12):
         folders.automatic_path(MODEL, call).mkdir(parents=True)

@@ -36,7 +36,7 @@ HEAD = ModelSpec("tiny", 2, 1, train_attn=False, train_mlp=False)
 LOSS = LossSpec("given", {"surrogate": "log_probability"})
 STEP = OptimiserParams(0.1, None)
 PROMPT = (11, 12, 13)
-ASKED = SampleRequest(PROMPT, (1, 2), SamplingParams(max_tokens=5), prompt_logprobs=True)
+SAMPLE_REQUEST = SampleRequest(PROMPT, (1, 2), SamplingParams(max_tokens=5), prompt_logprobs=True)
 
 
 def row(*tokens: int) -> Row:
@@ -169,19 +169,19 @@ async def test_the_likeliest_and_given_tokens_of_a_sample(
             await models.sample(stored, wrong)
 
 
-async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
-    base = await models.sample(None, ASKED)
+async def test_sampling_uses_the_saved_weights(models: EngineModels) -> None:
+    base = await models.sample(None, SAMPLE_REQUEST)
     await learn(models)
     await models.save_for_sampler(MODEL, "one", 3)
     one = Stored(MODEL, "sampler_weights", "one")
-    first = await models.sample(one, ASKED)
+    first = await models.sample(one, SAMPLE_REQUEST)
     assert first.prompt_logprobs != base.prompt_logprobs
     trained = await models.forward(MODEL, [row(*PROMPT)], LOSS)
     assert first.prompt_logprobs == trained.logprobs[0]
     for _ in range(3):
         await learn(models)
-    assert await models.sample(one, ASKED) == first
-    again = await models.sample(None, ASKED)
+    assert await models.sample(one, SAMPLE_REQUEST) == first
+    again = await models.sample(None, SAMPLE_REQUEST)
     assert (tokens(again), again.prompt_logprobs) == (tokens(base), base.prompt_logprobs)
 
 
@@ -190,11 +190,11 @@ async def test_weights_saved_again_under_their_name_are_sampled(
 ) -> None:
     stored = Stored(MODEL, "sampler_weights", "one")
     await models.save_for_sampler(MODEL, "one", 1)
-    before = (await models.sample(stored, ASKED)).prompt_logprobs
+    before = (await models.sample(stored, SAMPLE_REQUEST)).prompt_logprobs
     await learn(models)
     SavedFolders(tmp_path).forget(stored)  # deleted, or expired
     await models.save_for_sampler(MODEL, "one", 4)
-    assert (await models.sample(stored, ASKED)).prompt_logprobs != before
+    assert (await models.sample(stored, SAMPLE_REQUEST)).prompt_logprobs != before
 
 
 async def test_more_sets_of_weights_than_samplers(
@@ -206,9 +206,9 @@ async def test_more_sets_of_weights_than_samplers(
     for number, name in enumerate(names):
         await learn(models)
         await models.save_for_sampler(MODEL, name, number)
-        alone.append(await models.sample(Stored(MODEL, "sampler_weights", name), ASKED))
+        alone.append(await models.sample(Stored(MODEL, "sampler_weights", name), SAMPLE_REQUEST))
     orders = [Stored(MODEL, "sampler_weights", name) for name in names] * 2
-    together = await asyncio.gather(*(models.sample(stored, ASKED) for stored in orders))
+    together = await asyncio.gather(*(models.sample(stored, SAMPLE_REQUEST) for stored in orders))
     assert together == alone * 2
 
 
@@ -230,7 +230,7 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
     under_way.cancel()
     with pytest.raises(asyncio.CancelledError):
         await under_way
-    result = await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)
+    result = await models.sample(Stored(MODEL, "sampler_weights", "one"), SAMPLE_REQUEST)
     assert len(result.completions) == 2
 
 
@@ -288,7 +288,7 @@ async def test_invalid_requests_are_refused(models: EngineModels, tmp_path: Path
     await models.drop("other")
     await models.drop("other")
     await expect_refusal("no model 'other'", models.forward("other", ROWS, LOSS))
-    assert len((await models.sample(head, ASKED)).completions) == 2
+    assert len((await models.sample(head, SAMPLE_REQUEST)).completions) == 2
 
 
 async def test_an_engine_asks_no_other_server_for_a_client() -> None:

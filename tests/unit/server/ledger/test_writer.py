@@ -117,7 +117,7 @@ async def test_closing_finishes_what_is_queued_and_refuses_the_rest(tmp_path):
     assert on_disk(tmp_path / "server.db") == {"a": 1200}
 
 
-async def test_a_full_disk_fails_and_writing_goes_on_with_room_again(tmp_path):
+async def test_a_full_disk_fails_and_writing_continues_with_room_again(tmp_path):
     with small_disk(tmp_path / "disk", "2m") as disk:
         opened = Ledger.open(disk / "server.db")
         await opened.do(add_event, "r", "before", {})

@@ -14,7 +14,7 @@ from tests.unit.server.http_client import client_of, keyring
 from tests.unit.server.openai.opening import asking, open_service, record
 
 PATH = "/v1/responses"
-ASKED: dict[str, Any] = {"model": "latest", "input": "abc"}
+REQUEST_BODY: dict[str, Any] = {"model": "latest", "input": "abc"}
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "strict": True,
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}  # fmt: skip
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -30,7 +30,7 @@ def writes(monkeypatch, text):
 
 
 async def events_of(client, **more: Any) -> list[Any]:
-    answer = await client.http.post(PATH, json={**ASKED, "stream": True, **more})
+    answer = await client.http.post(PATH, json={**REQUEST_BODY, "stream": True, **more})
     assert answer.status_code == 200, answer.text
     events = []
     for block in filter(None, answer.text.split("\n\n")):
@@ -47,7 +47,7 @@ async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
             {"role": "system", "content": "be"}, {"role": "user", "content": "abc"}, {"role": "user", "content": "de"}])  # fmt: skip
         items = [{"role": "user", "content": "abc"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "de"}]}]  # fmt: skip
-        body = {**ASKED, "input": items, "instructions": "be", "seed": 3}
+        body = {**REQUEST_BODY, "input": items, "instructions": "be", "seed": 3}
         answer = await client.ok(PATH, {**body, "include": ["message.output_text.logprobs"]})
         (message,) = answer["output"]
         (part,) = message["content"]
@@ -66,7 +66,7 @@ async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
         usage, expected = answer["usage"], chat["usage"]
         assert usage["input_tokens"] == expected["prompt_tokens"] == 9
         assert usage["total_tokens"] == expected["total_tokens"]
-        short = await client.ok(PATH, {**ASKED, "max_output_tokens": 1, "stop": "zz"})
+        short = await client.ok(PATH, {**REQUEST_BODY, "max_output_tokens": 1, "stop": "zz"})
         if short["token_ids"] != [END_ID]:
             assert (short["status"], short["incomplete_details"]["reason"]) == (
                 "incomplete",
@@ -74,18 +74,20 @@ async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
             )
 
 
-async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch) -> None:
+async def test_a_conversation_continues_from_a_kept_response(tmp_path, monkeypatch) -> None:
     writes(monkeypatch, f"I add.{CALL}")
     settings = {"max_completion_length": 12}
     async with asking(tmp_path, settings=settings) as (served, client):
-        first = await client.ok(PATH, {**ASKED, "instructions": "be", "tools": [TOOL]})
+        first = await client.ok(PATH, {**REQUEST_BODY, "instructions": "be", "tools": [TOOL]})
         message, call = first["output"]
         assert (message["content"][0]["text"], call["name"]) == ("I add.", "add")
         assert json.loads(call["arguments"]) == {"a": 1}
         output = {"type": "function_call_output", "call_id": call["call_id"], "output": "two"}
         writes(monkeypatch, "done")
         more = {"previous_response_id": first["id"], "input": [output], "tools": [TOOL]}
-        second = await client.ok(PATH, {**ASKED, **more, "store": True, "metadata": {"size": "1"}})
+        second = await client.ok(
+            PATH, {**REQUEST_BODY, **more, "store": True, "metadata": {"size": "1"}}
+        )
         stored_group: Any = await record(served, second["group_id"])
         question, call_message, tool_result = (
             stored_group.example.prompt
@@ -97,17 +99,17 @@ async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch
         )
         assert call_message["tool_calls"][0]["id"] == tool_result["tool_call_id"] == call["call_id"]
         repeated = {"input": [{"role": "user", "content": "abc"}, message, call, output]}
-        third = await client.ok(PATH, {**ASKED, **repeated, "tools": [TOOL], "store": False})
+        third = await client.ok(PATH, {**REQUEST_BODY, **repeated, "tools": [TOOL], "store": False})
         assert third["usage"]["input_tokens"] == second["usage"]["input_tokens"]
         assert (await client.http.get(f"{PATH}/{first['id']}")).json() == first
         for missing in (third["id"], "resp_none"):
             error = await client.expect_refusal(
-                404, PATH, {**ASKED, "previous_response_id": missing}
+                404, PATH, {**REQUEST_BODY, "previous_response_id": missing}
             )
             assert (error["code"], error["param"]) == ("unknown_response", "previous_response_id")
         assert (await client.http.delete(f"{PATH}/{first['id']}")).json()["deleted"] is True
         assert (await client.http.get(f"{PATH}/{first['id']}")).status_code == 404
-        assert await client.ok(PATH, {**ASKED, "previous_response_id": second["id"]})
+        assert await client.ok(PATH, {**REQUEST_BODY, "previous_response_id": second["id"]})
 
 
 async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
@@ -115,10 +117,10 @@ async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
     async with open_service(tmp_path) as served, client_of(served.app(ring)) as http:
         await served.start()
         own, other = ({"X-API-Key": keys[role]} for role in (Role.TRAIN, Role.ADMIN))
-        id = (await http.post(PATH, json=ASKED, headers=own)).json()["id"]
+        id = (await http.post(PATH, json=REQUEST_BODY, headers=own)).json()["id"]
         for headers, status in ((other, 404), ({"X-API-Key": keys[Role.READ]}, 403), (own, 200)):
             assert (await http.get(f"{PATH}/{id}", headers=headers)).status_code == status
-            body = {**ASKED, "previous_response_id": id}
+            body = {**REQUEST_BODY, "previous_response_id": id}
             assert (await http.post(PATH, json=body, headers=headers)).status_code == status
         assert (await http.delete(f"{PATH}/{id}", headers=other)).status_code == 404
         assert (await http.delete(f"{PATH}/{id}", headers=own)).status_code == 200
@@ -126,7 +128,7 @@ async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
 
 async def test_responses_are_kept_for_a_day(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
-        answer = await client.ok(PATH, ASKED)
+        answer = await client.ok(PATH, REQUEST_BODY)
         assert await served.ledger.do(delete_expired) == 0
 
         def age(transaction):
@@ -140,12 +142,12 @@ async def test_responses_are_kept_for_a_day(tmp_path) -> None:
 async def test_the_response_of_a_key_is_answered_once_and_kept_once(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         key = {"Idempotency-Key": "k"}
-        first = await client.ok(PATH, ASKED, headers=key)
-        assert await client.ok(PATH, ASKED, headers=key) == first
-        assert await client.ok(PATH, {**ASKED, "previous_response_id": first["id"]})
+        first = await client.ok(PATH, REQUEST_BODY, headers=key)
+        assert await client.ok(PATH, REQUEST_BODY, headers=key) == first
+        assert await client.ok(PATH, {**REQUEST_BODY, "previous_response_id": first["id"]})
         streams = [
             await client.http.post(
-                PATH, json={**ASKED, "stream": True}, headers={"Idempotency-Key": "s"}
+                PATH, json={**REQUEST_BODY, "stream": True}, headers={"Idempotency-Key": "s"}
             )
             for _ in range(2)
         ]
@@ -153,9 +155,9 @@ async def test_the_response_of_a_key_is_answered_once_and_kept_once(tmp_path) ->
         assert last_events[0].split('"response":')[1] == last_events[1].split('"response":')[1]
 
 
-async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
+async def test_a_stored_response_is_rewarded_by_its_id(tmp_path) -> None:
     async with asking(tmp_path, settings={"num_completions_per_prompt": 2}) as (served, client):
-        answers = [await client.ok(PATH, {**ASKED, "store": True}) for _ in range(2)]
+        answers = [await client.ok(PATH, {**REQUEST_BODY, "store": True}) for _ in range(2)]
         assert len({answer["group_id"] for answer in answers}) == 1
         for reward, answer in enumerate(answers):
             await client.reward(answer["id"], reward)
@@ -165,8 +167,8 @@ async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
         ]
 
 
-ENDS = ["output_text.done", "content_part.done", "output_item.done"]
-BEGINS = ["created", "in_progress", "output_item.added", "content_part.added"]
+END_EVENTS = ["output_text.done", "content_part.done", "output_item.done"]
+BEGIN_EVENTS = ["created", "in_progress", "output_item.added", "content_part.added"]
 CALLS = [
     "output_item.added",
     "function_call_arguments.delta",
@@ -176,8 +178,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("text", "kinds"), [
-    ("Some words to say.", [*BEGINS, *ENDS]), (f"I add.{CALL}", [*BEGINS, *ENDS, *CALLS]),
-    (CALL + CALL, [*BEGINS[:2], *CALLS, *CALLS]), ("", [*BEGINS, *ENDS]),
+    ("Some words to say.", [*BEGIN_EVENTS, *END_EVENTS]), (f"I add.{CALL}", [*BEGIN_EVENTS, *END_EVENTS, *CALLS]),
+    (CALL + CALL, [*BEGIN_EVENTS[:2], *CALLS, *CALLS]), ("", [*BEGIN_EVENTS, *END_EVENTS]),
 ])  # fmt: skip
 async def test_a_stream_has_the_events_of_the_response(tmp_path, monkeypatch, text, kinds) -> None:
     writes(monkeypatch, text)
@@ -217,7 +219,7 @@ async def test_unsupported_fields_of_responses_are_refused_by_name(tmp_path) -> 
         for key, value in NEVER.items():
             store = {"store": True} if key == "top_p" else {}
             error = await client.expect_refusal(
-                400, PATH, {**ASKED, **store, key.partition(".")[0]: value}
+                400, PATH, {**REQUEST_BODY, **store, key.partition(".")[0]: value}
             )
             assert error["type"] == "invalid_request_error"
             named = (
@@ -225,20 +227,22 @@ async def test_unsupported_fields_of_responses_are_refused_by_name(tmp_path) -> 
             )
             assert named == key, error
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
-        error = await client.expect_refusal(400, PATH, {**ASKED, "input": image})
+        error = await client.expect_refusal(400, PATH, {**REQUEST_BODY, "input": image})
         assert error["param"].startswith("input.0.content.0"), error
         assert "reads no images" in error["message"]
-        error = await client.expect_refusal(400, PATH, {**ASKED, "tools": [{"type": "web_search"}]})
+        error = await client.expect_refusal(
+            400, PATH, {**REQUEST_BODY, "tools": [{"type": "web_search"}]}
+        )
         assert "runs no tools by itself" in error["message"]
         bad = {**TOOL, "parameters": {"type": "strange"}}
-        error = await client.expect_refusal(400, PATH, {**ASKED, "tools": [bad]})
+        error = await client.expect_refusal(400, PATH, {**REQUEST_BODY, "tools": [bad]})
         assert error["param"] == "tools.0.parameters"
         nameless = {"format": {"type": "json_schema", "schema": {}}}
-        error = await client.expect_refusal(400, PATH, {**ASKED, "text": nameless})
+        error = await client.expect_refusal(400, PATH, {**REQUEST_BODY, "text": nameless})
         assert error["param"] == "text.format.name"
 
 
-async def test_what_openais_clients_send_is_taken(tmp_path) -> None:
+async def test_harmless_fields_of_openai_clients_are_accepted(tmp_path) -> None:
     harmless = {
         "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "text": {"format": {"type": "text"}},
         "truncation": "disabled", "background": False, "user": "me", "service_tier": "auto", "metadata": {"a": "b"},
@@ -246,8 +250,8 @@ async def test_what_openais_clients_send_is_taken(tmp_path) -> None:
         "prompt_cache_options": {"mode": "implicit"},
     }  # fmt: skip
     async with asking(tmp_path) as (_, client):
-        plain = await client.ok(PATH, {**ASKED, "seed": 1})
-        answer = await client.ok(PATH, {**ASKED, **harmless, "seed": 1})
+        plain = await client.ok(PATH, {**REQUEST_BODY, "seed": 1})
+        answer = await client.ok(PATH, {**REQUEST_BODY, **harmless, "seed": 1})
         assert answer["output"][0]["content"] == plain["output"][0]["content"]
         assert answer["metadata"] == {"a": "b"}
 
@@ -269,7 +273,7 @@ def test_items_become_messages():
         {**call, "call_id": "3"},
     ]  # fmt: skip
     request = ResponsesRequest.model_validate(
-        {**ASKED, "input": items, "tool_choice": {"type": "function", "name": "f"}}
+        {**REQUEST_BODY, "input": items, "tool_choice": {"type": "function", "name": "f"}}
     )
     messages = messages_of_input(request)
     assert [message["role"] for message in messages] == [

@@ -17,7 +17,7 @@ from tests.unit.server.http_client import client_of
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, open_service, record
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
 
-KEPT = {**TEXT, "store": True}
+STORED_TEXT = {**TEXT, "store": True}
 
 
 async def counts(served: Open) -> dict[str, int]:
@@ -55,17 +55,17 @@ async def test_a_stream_on_a_full_disk_ends_with_an_error(tmp_path, monkeypatch)
     monkeypatch.setattr("groupwise.server.openai.storing.keep_group", full)
     async with asking(tmp_path, pace=0.02) as (_, client):
         for n in (1, 2):
-            body = {**KEPT, "n": n, "stream": True}
+            body = {**STORED_TEXT, "n": n, "stream": True}
             answer = await client.http.post("/v1/completions", json=body)
             assert '"code": "disk_full"' in answer.text
             assert '"finish_reason": "' not in answer.text
             assert "[DONE]" not in answer.text
-            await client.expect_refusal(503, "/v1/completions", {**KEPT, "n": n})
+            await client.expect_refusal(503, "/v1/completions", {**STORED_TEXT, "n": n})
 
 
 @pytest.mark.parametrize("how", ["body", "headers", "unnamed"])
 async def test_calls_share_a_group(tmp_path, how) -> None:
-    body, headers = {**KEPT}, {}
+    body, headers = {**STORED_TEXT}, {}
     if how == "body":
         body["metadata"] = {"group": "a", "size": "3"}
     elif how == "headers":
@@ -92,7 +92,7 @@ async def test_calls_share_a_group(tmp_path, how) -> None:
         assert following["group_id"] != group
 
 
-async def test_a_group_that_the_policy_has_left_behind_is_not_gone_on_with(tmp_path) -> None:
+async def test_a_group_that_the_policy_has_left_behind_is_not_continued(tmp_path) -> None:
     async with asking(tmp_path, settings={"steps": "manual"}) as (_, client):
         first = await client.text(store=True)
         second = await client.text(store=True)
@@ -108,9 +108,9 @@ async def test_a_group_that_the_policy_has_left_behind_is_not_gone_on_with(tmp_p
 async def test_calls_at_once_share_a_group(tmp_path) -> None:
     async with asking(tmp_path, pace=0.01) as (served, client):
         gate = served.engine.hold("sample")
-        calls = [asyncio.create_task(client.ok("/v1/completions", KEPT)) for _ in range(6)]
-        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", KEPT)))
-        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", KEPT)))
+        calls = [asyncio.create_task(client.ok("/v1/completions", STORED_TEXT)) for _ in range(6)]
+        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", STORED_TEXT)))
+        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", STORED_TEXT)))
         await wait_until_async(lambda: served.engine.calls["sample"] == 1)
         gate.set()
         *whole, one, two = await asyncio.gather(*calls)
@@ -221,24 +221,24 @@ async def test_a_retry_takes_the_place_of_a_refused_attempt(tmp_path, monkeypatc
         raise Refusal("disk_full")
 
     async with asking(tmp_path) as (_, client):
-        answered = await client.ok("/v1/completions", KEPT)
+        answered = await client.ok("/v1/completions", STORED_TEXT)
         with monkeypatch.context() as patch:
             patch.setattr("groupwise.server.openai.storing.give_member", full)
-            await client.expect_refusal(503, "/v1/completions", KEPT, headers=retry(0))
-        answer = await client.ok("/v1/completions", KEPT, headers=retry(1))
+            await client.expect_refusal(503, "/v1/completions", STORED_TEXT, headers=retry(0))
+        answer = await client.ok("/v1/completions", STORED_TEXT, headers=retry(1))
         assert answer["id"] == answered["id"].removesuffix("-0") + "-1"
 
 
 async def test_requests_with_different_settings_cannot_share_a_group(tmp_path) -> None:
     async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
-        named = {**KEPT, "metadata": {"group": "a"}}
+        named = {**STORED_TEXT, "metadata": {"group": "a"}}
         await client.ok("/v1/completions", named)
         size = {"metadata": {"group": "a", "size": "2"}}
         for other in ({"prompt": "b"}, {"temperature": 0.5}, size):
             error = await client.expect_refusal(400, "/v1/completions", {**named, **other})
             assert error["code"] == "settings_conflict"
-        first = await client.ok("/v1/completions", {**KEPT, "max_tokens": 2})
-        second = await client.ok("/v1/completions", KEPT)
+        first = await client.ok("/v1/completions", {**STORED_TEXT, "max_tokens": 2})
+        second = await client.ok("/v1/completions", STORED_TEXT)
         assert first["group_id"] != second["group_id"]
 
 
@@ -252,11 +252,11 @@ WRONG: dict[str, dict[str, Any]] = {
 async def test_completions_that_cannot_be_stored_are_refused_by_field(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         for field, wrong in WRONG.items():
-            error = await client.expect_refusal(400, "/v1/completions", {**KEPT, **wrong})
+            error = await client.expect_refusal(400, "/v1/completions", {**STORED_TEXT, **wrong})
             assert error["param"] == field
             assert field in error["message"]
         named = {"metadata": {"group": "a"}}
-        for body in ({**TEXT, **named}, {**KEPT, **named, "n": 2}):
+        for body in ({**TEXT, **named}, {**STORED_TEXT, **named, "n": 2}):
             await client.expect_refusal(400, "/v1/completions", body)
         headers = {"X-Groupwise-Group": "a"}
         await client.expect_refusal(400, "/v1/completions", TEXT, headers=headers)

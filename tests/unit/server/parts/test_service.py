@@ -125,7 +125,7 @@ async def test_calls_that_are_given_up_do_not_block_others(tmp_path: Path) -> No
         await wait_until_async(lambda: len(ask.parts.begun) == 2)
         assert (await ask.give_up(2)).json()["state"] == "given_up"
         assert ask.parts.cancelled == ["generate"], "its slots are free"
-        assert (await ask.give_up(1)).status_code == 202, "half of a gradient is no gradient"
+        assert (await ask.give_up(1)).status_code == 202, "half of a gradient is not a gradient"
         assert (await ask.give_up(3)).json()["state"] == "given_up", "it never came"
         last = asyncio.create_task(ask.call(4, DISCARD, after=3))
         learning.set()
@@ -239,7 +239,9 @@ async def test_the_engine_gets_only_the_parts_of_a_config_that_it_needs(tmp_path
         assert code(await ask.call(5, {"verb": "load", "policy": policy})) == "invalid_request"
 
 
-async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_beyond_the_limits_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calls, "MAX_CALLS", 64)
     async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
         outcome = (await ask.call(9, DISCARD, after=8)).json()
@@ -266,7 +268,9 @@ async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert code(sent) == "invalid_request"
 
 
-async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:
+async def test_an_answer_that_was_reported_and_lost_is_reported_again_however_late(
+    tmp_path: Path,
+) -> None:
     clock = Clock()
     async with asking(tmp_path, clock=clock, silence=1e9) as ask:
         first = await ask.call(1, UPDATE, after=0)
@@ -334,7 +338,7 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
         assert code(await ask.http.get(f"/parts/{OTHER}")) == "parts_gone", "though nobody asked"
 
 
-async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_be_begun_is_reported_and_tried_again(tmp_path: Path) -> None:
     async with asking(tmp_path, opened=False) as ask:
         ask.server.fails = [RunError("no memory for a process")] * 2
         plan = {"kind": "supervised", "config": {"model": {"name": "tiny"}}}

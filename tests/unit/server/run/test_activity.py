@@ -17,7 +17,7 @@ async def seen(server: Served, what: Callable[[ActivityAnswer], object]) -> Acti
     return activity
 
 
-async def test_groups_requests_and_steps_are_told_until_they_end(tmp_path: Path) -> None:
+async def test_groups_requests_and_steps_are_reported_until_they_end(tmp_path: Path) -> None:
     async with served(tmp_path, completions_wait=20.0) as server:
         run = await server.start(lease_seconds=60.0)
         first, second = await server.ask("abc"), await server.ask("x" * 400)

@@ -62,7 +62,7 @@ async def test_as_many_groups_are_let_in_as_the_next_steps_take_in_the_order_of_
     await clients[5].leave()
 
 
-async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
+async def test_named_draws_wait_for_their_step_without_delaying_others() -> None:
     room = admission(size=2, staleness=0)
     late, first, second = Client(room, [2]), Client(room, [1]), Client(room, [0])
     await settled()

@@ -83,7 +83,7 @@ def closed(service: FakeService) -> bool:
     return all(entry.file.closed for version in service.opened for entry in version.files)
 
 
-async def test_downloads_hold_nobody_up_and_end_with_their_clients(
+async def test_downloads_block_no_other_caller_and_end_with_their_clients(
     sparse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = FakeService()

@@ -52,7 +52,7 @@ def read(run: Versions, version: str | None) -> tuple[str, str, Sequence[str], b
         opened.close()
 
 
-def test_what_is_published_saved_or_named_can_be_read(run: Versions) -> None:
+def test_published_saved_and_named_versions_can_be_read(run: Versions) -> None:
     assert run.steps() == [1, 3, 4, 5]
     for step in run.steps():
         files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]

@@ -62,7 +62,7 @@ async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_pat
         assert (status.counters.rewarded, status.counters.open) == (1, 1)
 
 
-async def test_of_several_posts_all_or_none_are_accepted(tmp_path: Path) -> None:
+async def test_several_posts_are_accepted_all_or_none(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await server.start()
         group, other = await server.ask(), await server.ask()
@@ -168,7 +168,7 @@ async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> Non
         assert (status.step, status.fingerprint, status.phase) == (4, before, "running")
 
 
-async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
+async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_continued(
     tmp_path: Path,
 ) -> None:
     async with served(tmp_path) as server:
@@ -256,7 +256,7 @@ async def test_checkpoints_by_name_outlive_their_run(
     ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
     ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
 ])  # fmt: skip
-async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
+async def test_a_setting_that_is_given_again_replaces_what_said_the_same(
     source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
 ) -> None:
     plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
@@ -307,7 +307,9 @@ async def test_refused_completion_requests_name_the_field(tmp_path: Path) -> Non
             assert [error.field for error in refusal.errors] == [field]
 
 
-async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path: Path) -> None:
+async def test_a_run_is_known_after_the_server_was_killed_and_its_folder_moved(
+    tmp_path: Path,
+) -> None:
     server = Served(tmp_path / "here")
     await server.service.begin()
     run = await server.start()

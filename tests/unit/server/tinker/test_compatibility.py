@@ -20,7 +20,7 @@ def test_the_page_is_that_of_the_table() -> None:
     )
 
 
-def test_whatever_is_refused_says_why_and_is_reached_by_a_route() -> None:
+def test_each_refused_method_has_a_reason_and_a_route() -> None:
     for each in METHODS:
         assert each.works or (each.note and each.routes), each
     for method, path, named in (

@@ -237,7 +237,9 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         await wait_until_async(lambda: server.service.futures.waiting == 0)
 
 
-async def test_a_base_is_had_when_those_who_use_another_are_silent(tmp_path: Path) -> None:
+async def test_another_base_model_can_be_used_once_clients_of_the_present_one_are_silent(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
         registry, other = server.service.registry, "smollm2-135m-instruct"
         loop = Loop(await registry.create_session(None))

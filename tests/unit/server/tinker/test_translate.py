@@ -146,7 +146,7 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     (r"has the shape \[\]; there are 1", lambda r: setattr(_weights(r).sparse_csr, "values", b"")),
     ("at most 4,000,000 in all", lambda r: _sparse(_weights(r), [1, 4_000_001], [], [0, 0], [])),
     (
-        r"no sparse tensor of the shape \[1, 2\]",
+        r"not a sparse tensor of the shape \[1, 2\]",
         lambda r: _sparse(_weights(r), [1, 2], [1], [0, 1], [2]),
     ),
     ("has 5,001 dimensions", lambda r: _targets(r).shape.extend([1] * 5_000)),
@@ -234,7 +234,7 @@ def test_the_beta_of_dro(beta: float | None) -> None:
         translate.loss_of("dro", {} if beta is None else {"beta": beta})
 
 
-def test_what_dro_and_gspo_look_at_beside_advantages() -> None:
+def test_masks_of_dro_and_gspo_are_derived_from_their_inputs() -> None:
     """dro: all but a padded prompt, whose advantages and log-probabilities are both 0. gspo: what the mask marks, and no less."""
     dro = _request("dro", loss_fn_config={"beta": 0.1})
     _add(dro, [5, 6, 7], [6, 7, 8], logprobs=[0.0, -0.5, -1.0], advantages=[0.0, 0.0, 1.0])

@@ -59,7 +59,7 @@ def test_answers_count_by_value_and_the_layout_by_its_weight():
 # Generated problems
 
 
-LOOKS = {
+PATTERNS = {
     1: r"\d+ [+-] \d+", 2: r"\d+ [+×-] \d+", 3: r"\d+ [+-] \d+ × \d+|\d+ × \d+ - \d+", 4: r"\(\d+ [+-] \d+\) (× \d+ [+-] \d+|÷ \d+)",
     5: r"\d+/\d+ [+×-] \d+/\d+",
 }  # fmt: skip
@@ -72,7 +72,7 @@ def test_problems_are_right_and_worked_out_truly(level):
         expression = re.fullmatch(r"What is (.+)\?", question(row))[1]
         assert value(expression) == Fraction(row["answer"]) >= 0
         assert row["level"] == level
-        assert re.fullmatch(LOOKS[level], expression)
+        assert re.fullmatch(PATTERNS[level], expression)
         worked = re.fullmatch(
             r"<think>\n(.+)\n</think>\n<answer>(.+)</answer>", row["gold_completion"], re.DOTALL
         )

@@ -160,13 +160,13 @@ def test_problems_of_the_process_reach_the_user(monkeypatch: pytest.MonkeyPatch)
         reasoning_gym.get_rl_dataset(config(generation_time_limit=0.5))
 
 
-def test_too_few_different_problems_are_told() -> None:
+def test_too_few_different_problems_are_reported() -> None:
     small = named("chain_sum", min_terms=2, max_terms=2, max_digits=1)
     with pytest.raises(ValueError, match=r"after \d+ of 900"):
         reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))
 
 
-def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowly_generated_problems_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
     first = reasoning_gym.get_eval_dataset(config())
     reasoning_gym._cached_splits.cache_clear()

@@ -82,7 +82,7 @@ def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
     assert rubric_text(rubric) == text
 
 
-ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}]
+PROMPT = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}]
 
 
 @pytest.mark.parametrize(("names", "row"), [
@@ -90,7 +90,7 @@ ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}
     ({}, {"query": "Why?", "rubrics": ["r"], "reference_answer": "a", "score": 3}),
     ({}, {"student_input": "Why?", "rubric_text": "r", "reference_response": "a"}),
     ({"question": "q", "reference": "best"}, {"q": "Why?", "rubric": "r", "best": "a"}),
-    ({}, {"prompt": ASKED, "rubric": "r", "reference": [{"role": "assistant", "content": "a"}]}),
+    ({}, {"prompt": PROMPT, "rubric": "r", "reference": [{"role": "assistant", "content": "a"}]}),
 ])  # fmt: skip
 def test_columns_go_by_their_usual_names(
     names: dict[str, str], row: dict[str, Any], tmp_path: Path

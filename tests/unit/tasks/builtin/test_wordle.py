@@ -141,7 +141,7 @@ def test_no_word_is_in_two_splits(splits):
 
 
 @pytest.mark.parametrize(("task", "times"), [(wordle, 3), (math, 1)])
-def test_rows_are_drawn_once_for_all_hooks_and_made_anew_for_each(task, times, monkeypatch):
+def test_rows_are_drawn_once_for_all_hooks_and_made_again_for_each(task, times, monkeypatch):
     begun = []
     monkeypatch.setattr(task, "Stream", lambda *key: begun.append(key) or Stream(*key))
     own = config(seed=987, train_size=9)

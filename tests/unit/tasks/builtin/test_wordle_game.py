@@ -93,7 +93,7 @@ def test_parts_of_a_game(turns, expected):
     assert own.reward == pytest.approx(total + 4 * expected[0] - 0.2 * expected[5])
 
 
-def test_what_comes_after_the_end_does_not_count():
+def test_messages_after_the_end_of_a_game_do_not_count():
     won = [guessing("label"), "and on"]
     lost = [guessing("alley")] * 6 + [guessing("label")]
     assert play_messages(transcript(*won), "label", REAL).verdicts == (

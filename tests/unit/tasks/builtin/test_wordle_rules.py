@@ -83,7 +83,7 @@ def test_the_guess_is_the_first_well_formed_one_after_the_closing_tag(text, gues
 
 
 @given(st.lists(words, max_size=4), words)
-def test_what_the_teacher_writes_is_well_formed_and_true(guesses, secret):
+def test_the_reasoning_of_the_teacher_is_well_formed_and_true(guesses, secret):
     known = Knowledge.of(guesses, [marks_of(guess, secret) for guess in guesses])
     said = reasoning(known, secret)
     assert guess_in(answer(said, secret)) == secret

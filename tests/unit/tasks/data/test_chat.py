@@ -61,7 +61,7 @@ def test_prompts_that_need_no_change_are_returned_as_they_are() -> None:
 @pytest.mark.parametrize("given", [
     [USER, ASSISTANT], {"role": ["user", "assistant"], "content": ["hi", "hello"]}, [USER, TOOL, ASSISTANT],
 ])  # fmt: skip
-def test_what_the_assistant_says_at_the_end_is_gone_on_with_or_left_out(given: Any) -> None:
+def test_final_assistant_messages_are_continued_or_dropped_by_prefill(given: Any) -> None:
     rows = prompts(given)
     assert rows[0]["prompt"][-1] == ASSISTANT
     assert "data.prefill" in next(iter(rows.account.changed))
@@ -126,7 +126,7 @@ def test_columns_follow_the_last_question_as_lines() -> None:
     assert asked("hi") == said
 
 
-def test_duplicates_are_told_by_the_prompt_as_it_is_in_the_end() -> None:
+def test_duplicates_are_recognised_by_the_prompt_as_it_is_in_the_end() -> None:
     given = ("hi", [USER], "hello", [USER, ASSISTANT])
     assert len(prompts(*given)) == 4
     rows = prompts(*given, drop_duplicates=True, format="chat", prefill="drop")

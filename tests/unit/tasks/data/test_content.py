@@ -139,10 +139,10 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-def test_different_values_are_told_apart():
+def test_different_values_are_distinguished():
     shared = [Node("a")] * 20_000
     assert not list(unsupported_parts(canonical([*shared, Colour.RED]))), (
-        "many references are no tangle"
+        "many references are allowed"
     )
     told = [json.dumps(canonical(value)) for value in DIFFERENT]
     assert len(set(told)) == len(told)

@@ -15,23 +15,23 @@ from groupwise.tasks.data.messages import (
     prompt_of,
 )
 
-ASKED = [{"role": "user", "content": "hi"}]
-BOTH = [*ASKED, {"role": "assistant", "content": "ho"}]
+PROMPT = [{"role": "user", "content": "hi"}]
+BOTH = [*PROMPT, {"role": "assistant", "content": "ho"}]
 
 
 @pytest.mark.parametrize("form", [
-    ASKED, tuple(ASKED), ASKED[0], {"role": ["user"], "content": ["hi"]}, np.array(ASKED, dtype=object),
-    json.dumps(ASKED), json.dumps(ASKED, indent=2), repr(ASKED), [{"from": "human", "value": "hi"}],
+    PROMPT, tuple(PROMPT), PROMPT[0], {"role": ["user"], "content": ["hi"]}, np.array(PROMPT, dtype=object),
+    json.dumps(PROMPT), json.dumps(PROMPT, indent=2), repr(PROMPT), [{"from": "human", "value": "hi"}],
     json.dumps([{"from": "human", "value": "hi"}]),
     [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
     [{"role": "user", "content": "hi", "tool_calls": None, "name": None}], [{"role": "User", "content": "hi", "tool_calls": []}],
-    json.dumps(ASKED[0]), json.dumps({"messages": ASKED, "id": None}), {"messages": {"role": ["user"], "content": ["hi"]}},
+    json.dumps(PROMPT[0]), json.dumps({"messages": PROMPT, "id": None}), {"messages": {"role": ["user"], "content": ["hi"]}},
     repr({"conversations": [{"from": "human", "value": "hi"}]}), [{"type": "text", "text": "hi"}],
     {"role": "user", "content": {"type": "text", "text": "hi"}},
 ], ids=lambda form: str(form)[:40])  # fmt: skip
 def test_forms_that_can_be_read_in_one_way(form):
-    assert prompt_of(form) == ASKED
-    assert messages_of(form) == ASKED
+    assert prompt_of(form) == PROMPT
+    assert messages_of(form) == PROMPT
 
 
 @pytest.mark.parametrize("text", [
@@ -90,10 +90,14 @@ def test_invalid_messages_are_refused_with_the_reason(value, told):
 
 
 def test_words_that_are_begun_and_their_end_are_one_message():
-    assert join_conversation(ASKED, BOTH[1:]) == BOTH
-    end = [{"role": "assistant", "content": "!"}, *ASKED]
-    assert join_conversation(BOTH, end) == [*ASKED, {"role": "assistant", "content": "ho!"}, *ASKED]
+    assert join_conversation(PROMPT, BOTH[1:]) == BOTH
+    end = [{"role": "assistant", "content": "!"}, *PROMPT]
+    assert join_conversation(BOTH, end) == [
+        *PROMPT,
+        {"role": "assistant", "content": "ho!"},
+        *PROMPT,
+    ]
     calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    assert join_conversation(BOTH, [calls]) == [*ASKED, {**calls, "content": "ho"}]
-    for prompt, said in ((BOTH, BOTH), ([*ASKED, calls], BOTH[1:])):
+    assert join_conversation(BOTH, [calls]) == [*PROMPT, {**calls, "content": "ho"}]
+    for prompt, said in ((BOTH, BOTH), ([*PROMPT, calls], BOTH[1:])):
         assert join_conversation(prompt, said) == [*prompt, *said], "nothing is gone on with"

@@ -49,7 +49,7 @@ def data(**keys: Any) -> DatasetConfig:
     ("deepseek", {"prompt": CHAT, "answer": "2"}, {"prompt": CHAT, "answer": "2", "reference": "2"}),
     ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
 ])  # fmt: skip
-def test_built_in_ones(name: str, row: dict[str, Any], made: dict[str, Any]) -> None:
+def test_built_in_pipelines(name: str, row: dict[str, Any], made: dict[str, Any]) -> None:
     given = json.dumps(row)
     assert find_pipeline(name)(row) == made
     assert json.dumps(row) == given, "the row that was given stays as it is"

@@ -79,7 +79,7 @@ def test_the_same_text_up_to_white_space_is_the_same_prompt():
     assert (only(buffer).count, only(buffer).mean, only(buffer).payload) == (2, 0.5, "new")
 
 
-def test_another_role_is_another_prompt():
+def test_prompts_that_differ_in_roles_have_different_keys():
     asked = [{"role": "user", "content": "hello"}]
     assert key_of(asked) != key_of([{"role": "system", "content": "hello"}])
     assert key_of(asked) != key_of("hello")
@@ -120,7 +120,7 @@ def test_the_mix_follows_its_ratio():
 
 
 @given(st.integers(0, 30), st.integers(0, 12), st.floats(0, 1))
-def test_nobody_is_chosen_twice(entries, count, ratio):
+def test_no_entry_is_chosen_twice(entries, count, ratio):
     buffer = filled(*(n % 3 for n in range(entries)), mix_exploit_ratio=ratio)
     found = payloads(buffer.sample(count, Stream("x")))
     assert len(found) == len(set(found)) == min(entries, count)
@@ -129,7 +129,7 @@ def test_nobody_is_chosen_twice(entries, count, ratio):
 # --- a full one ----------------------------------------------------------------------------------
 
 
-def test_the_worst_goes_for_a_strictly_better_one():
+def test_the_worst_entry_is_replaced_only_by_a_strictly_better_one():
     buffer = filled(0.5, 0.2, 0.9, capacity=3)
     assert not buffer.add("as good", 0.2)
     assert buffer.add("better", 0.3)

@@ -51,7 +51,7 @@ def watch(**config: Any) -> Signals:
     return Signals(SignalsConfig(**{"start_steps": START, "memory": 0.0, **config}))
 
 
-def told(
+def reported_signals(
     signals: Signals, steps: Iterable[list[Group]], entropy: Iterable[float] = ()
 ) -> list[str]:
     """What a course says: `name begins @ steps done`."""
@@ -71,10 +71,10 @@ def long(length: int, paid: float = 1.0) -> list[Group]:
 def test_length_that_is_paid_for():
     """10 tokens at the start: 1.5 times as many are 15; the strength falls below 0.7 under 13.5."""
     course = [long(10)] * START
-    assert told(watch(), [*course, long(14)]) == []
-    assert told(watch(), [*course, long(15)]) == ["length begins @ 4"]
+    assert reported_signals(watch(), [*course, long(14)]) == []
+    assert reported_signals(watch(), [*course, long(15)]) == ["length begins @ 4"]
     up_and_down = [long(15), long(14), long(15), long(14), long(13), long(14), long(15)]
-    assert told(watch(), [*course, *up_and_down]) == [
+    assert reported_signals(watch(), [*course, *up_and_down]) == [
         "length begins @ 4",
         "length ends @ 8",
         "length begins @ 10",
@@ -82,15 +82,17 @@ def test_length_that_is_paid_for():
 
 
 def test_length_that_may_grow():
-    assert told(watch(), [long(10, 0.0)] * START + [long(40, 0.0)] * 9) == [], "not paid for"
-    assert told(watch(), [long(10, -1.0)] * START + [long(40, -1.0)] * 9) == []
+    assert reported_signals(watch(), [long(10, 0.0)] * START + [long(40, 0.0)] * 9) == [], (
+        "not paid for"
+    )
+    assert reported_signals(watch(), [long(10, -1.0)] * START + [long(40, -1.0)] * 9) == []
     # 8, 10, 12 vary by 2: 15 is 5 / (2 · √(1/3 + 1)) = 2.2 standard errors from their mean
     course = [long(8), long(10), long(12), long(15)]
-    assert told(watch(), course) == []
-    assert told(watch(noise=2.1), course) == ["length begins @ 4"]
+    assert reported_signals(watch(), course) == []
+    assert reported_signals(watch(noise=2.1), course) == ["length begins @ 4"]
     # With memory 0.5, the running mean is 10 → 13 → 14.5 → 15.25
     course = [long(10)] * START + [long(16)] * 3
-    assert told(watch(memory=0.5), course) == ["length begins @ 6"]
+    assert reported_signals(watch(memory=0.5), course) == ["length begins @ 6"]
 
 
 # --- truncation, repetition ----------------------------------------------------------------------
@@ -102,8 +104,8 @@ def cut(share: int) -> list[Group]:
 
 def test_truncation():
     """A quarter of 8 more than 1 of 8."""
-    assert told(watch(), [cut(1)] * START + [cut(2)]) == []
-    assert told(watch(), [cut(1)] * START + [cut(3), cut(1)]) == [
+    assert reported_signals(watch(), [cut(1)] * START + [cut(2)]) == []
+    assert reported_signals(watch(), [cut(1)] * START + [cut(3), cut(1)]) == [
         "truncation begins @ 4",
         "truncation ends @ 5",
     ]
@@ -112,11 +114,11 @@ def test_truncation():
 def test_repetition_of_ngrams_and_of_lines():
     """1 2 1 2 1 2 1 has 5 n-grams, 2 of them distinct: 0.6."""
     plain, loop = [group(member(7))], [group(member(tokens=(1, 2, 1, 2, 1, 2, 1)))]
-    assert told(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
-    assert told(watch(), [loop] * START + [loop]) == [], "as at the start"
-    assert told(watch(repetition_rise=0.7), [plain] * START + [loop]) == []
+    assert reported_signals(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
+    assert reported_signals(watch(), [loop] * START + [loop]) == [], "as at the start"
+    assert reported_signals(watch(repetition_rise=0.7), [plain] * START + [loop]) == []
     plain, loop = [group(member(text="a\nb\nc"))], [group(member(text="a\na\nb"))]
-    assert told(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
+    assert reported_signals(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
 
 
 # --- diversity, sameness -------------------------------------------------------------------------
@@ -135,24 +137,26 @@ WORSE, HALF, BEST = (0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0), (1.0,)
     ("aaaaa", BEST, []),
 ], ids=["half is lost", "a quarter is lost", "the reward has risen", "all is earned"])  # fmt: skip
 def test_diversity_that_is_lost_for_nothing(texts, rewards, said):
-    assert told(watch(), [alike("abcde", WORSE)] * START + [alike(texts, rewards)]) == said
+    assert (
+        reported_signals(watch(), [alike("abcde", WORSE)] * START + [alike(texts, rewards)]) == said
+    )
 
 
-def test_what_is_nearly_solved_may_become_sure():
+def test_loss_of_diversity_is_not_reported_near_the_best_reward():
     """Of the rewards seen, 0 to 1, 1/7 is left with one completion in seven that earns nothing, 2/7 with two."""
     most, seen = (1.0,) * 5, [group(member(1, 0.0), member(1, 1.0))]
     less = (1.0, 1.0, 1.0, 1.0, 0.0)
     for rewards, said in ((most, []), (less, ["diversity begins @ 4"])):
         course = [[*alike("abcde", rewards), *seen]] * START + [[*alike("aaaaa", rewards), *seen]]
-        assert told(watch(), course) == said
+        assert reported_signals(watch(), course) == said
 
 
 def test_entropy_that_is_lost_for_nothing_and_ngrams_that_become_alike():
     course = [alike("abcde", WORSE)] * 5
-    assert told(watch(), course, [2.0, 2.0, 2.0, 1.1, 0.9]) == ["diversity begins @ 5"]
+    assert reported_signals(watch(), course, [2.0, 2.0, 2.0, 1.1, 0.9]) == ["diversity begins @ 5"]
     far = [group(*(member(tokens=(n, n + 1, n + 2), reward=n / 30) for n in (0, 10, 20)))]
     near = [group(*(member(tokens=(0, 1, 2), reward=n / 30, text=str(n)) for n in (0, 10, 20)))]
-    assert told(watch(), [far] * START + [near]) == ["diversity begins @ 4"]
+    assert reported_signals(watch(), [far] * START + [near]) == ["diversity begins @ 4"]
 
 
 def answered(*texts: str) -> list[Group]:
@@ -162,8 +166,12 @@ def answered(*texts: str) -> list[Group]:
 
 def test_the_same_completion_for_all_prompts():
     start = [answered("a", "b", "c", "d", "e")] * START
-    assert told(watch(), [*start, answered("a", "a", "a", "b", "b")]) == [], "as yes and no"
-    assert told(watch(), [*start, answered("a", "a", "a", "a", "a")]) == ["sameness begins @ 4"]
+    assert reported_signals(watch(), [*start, answered("a", "a", "a", "b", "b")]) == [], (
+        "as yes and no"
+    )
+    assert reported_signals(watch(), [*start, answered("a", "a", "a", "a", "a")]) == [
+        "sameness begins @ 4"
+    ]
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -208,12 +216,12 @@ COURSES: dict[str, tuple[Parts, Values, Values, list[str]]] = {
 def test_parts_that_gain_at_the_cost_of_others(name: str):
     parts, before, after, said = COURSES[name]
     course = [earned(*before, weights=parts)] * START + [earned(*after, weights=parts)]
-    assert told(watch(), course) == [f"{each} begins @ 4" for each in said]
+    assert reported_signals(watch(), course) == [f"{each} begins @ 4" for each in said]
 
 
 def test_which_part_is_accuracy_can_be_said():
     course = [earned(*WRONG, weights=FORM)] * START + [earned(*RIGHT, weights=FORM)]
-    said = told(watch(accuracy_part="form"), course)
+    said = reported_signals(watch(accuracy_part="form"), course)
     assert said == ["dominance begins @ 4", "accuracy begins @ 4"]
 
 
@@ -221,7 +229,7 @@ def test_dominance_ends_when_the_part_has_fallen():
     rows = (((0.0, 0.5), (0.2, 0.5)), ((0.0, 0.2), (2.2, 0.2)), ((-0.2, 0.2), (0.0, 0.2)))
     start, dear, fallen = (earned(*each, weights=STYLE) for each in rows)
     course = [start] * START + [dear, fallen]
-    assert told(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
+    assert reported_signals(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
 
 
 def last(signals: Signals, steps: Iterable[list[Group]]) -> StepSignals:
@@ -246,7 +254,7 @@ def test_a_light_part_that_a_heavy_one_eats():
         "correct now": 0.0,
     }
     half = earned((0.8, 0.3), (1.0, 0.0), weights=HEAVY)
-    assert "dominance begins @ 4" not in told(watch(), [start] * START + [half])
+    assert "dominance begins @ 4" not in reported_signals(watch(), [start] * START + [half])
 
 
 PENALISED: Parts = {"style": (0, 5.0), "brief": (0, 1.0)}
@@ -270,12 +278,12 @@ def test_a_loss_is_a_share_of_what_was_there(before, after, least, lost):
     assert finding.strength == (pytest.approx(lost / 0.5) if lost >= 0 else -MANY / 4)
 
 
-def test_a_move_that_begins_within_the_start_is_told():
+def test_a_move_that_begins_within_the_start_is_reported():
     """Brief gave 0.4, 0.3, 0.2, then 0: s is 0.071 between neighbours, and 0.3 of fall 3.67 errors; of their spread it would be 2.6."""
     falls = ((0.0, 0.4), (0.1, 0.3), (0.2, 0.2), (0.9, 0.0))
     course = [earned((d, c), (d + 0.2, c), weights=PENALISED) for d, c in falls]
-    assert told(watch(noise=3.6), course) == ["dominance begins @ 4"]
-    assert told(watch(noise=3.7), course) == []
+    assert reported_signals(watch(noise=3.6), course) == ["dominance begins @ 4"]
+    assert reported_signals(watch(noise=3.7), course) == []
 
 
 @pytest.mark.parametrize("name", ["correct", "math_answer", "sums/correctness", "won"])
@@ -284,7 +292,7 @@ def test_parts_that_say_what_is_solved_are_known_by_their_names(name, caplog):
     parts: Parts = {"form": (0, 1.0), name: (0, 1.0)}
     start = earned((0.0, 0.5), (0.2, 0.5), weights=parts)
     fell = earned((1.0, 0.4), (0.2, 0.4), weights=parts)
-    assert told(watch(), [start] * START + [fell]) == ["accuracy begins @ 4"]
+    assert reported_signals(watch(), [start] * START + [fell]) == ["accuracy begins @ 4"]
     assert caplog.records == []
 
 
@@ -293,12 +301,12 @@ def test_parts_that_say_what_is_solved_are_known_by_their_names(name, caplog):
 
 def test_groups_that_were_chosen_say_nothing_nor_do_steps_without_any():
     course = [long(10)] * START + [[replace(each, origin="replay") for each in long(40)]] * 5
-    assert told(watch(), course) == []
-    assert told(watch(), [*course, long(40)]) == ["length begins @ 9"]
+    assert reported_signals(watch(), course) == []
+    assert reported_signals(watch(), [*course, long(40)]) == ["length begins @ 9"]
     easy = [[replace(each, origin="easy") for each in long(3)]] * START
-    assert told(watch(), [*easy, *course]) == [], "nor what is usual"
+    assert reported_signals(watch(), [*easy, *course]) == [], "nor what is usual"
     gaps = [long(10), [], long(10), [], long(10), [], long(15)]
-    assert told(watch(), gaps) == ["length begins @ 7"]
+    assert reported_signals(watch(), gaps) == ["length begins @ 7"]
 
 
 COURSE = [
@@ -308,7 +316,7 @@ COURSE = [
 
 
 @pytest.mark.parametrize("at", range(len(COURSE)))
-def test_from_a_checkpoint_it_goes_on(at):
+def test_from_a_checkpoint_it_continues(at):
     whole = watch(memory=0.7)
     expected = [whole.observe(groups, n, 1 / (n + 1)) for n, groups in enumerate(COURSE)]
     before, after = watch(memory=0.7), watch(memory=0.7)
@@ -339,7 +347,7 @@ GROUPS = st.builds(
 
 @settings(max_examples=40)
 @given(st.lists(st.lists(GROUPS, max_size=3), max_size=6), st.floats())
-def test_it_bears_whatever_groups_hold(course, entropy):
+def test_signals_accept_any_groups(course, entropy):
     signals = watch(start_steps=2, memory=0.5)
     for step, groups in enumerate(course):
         signals.observe(groups, step, entropy)

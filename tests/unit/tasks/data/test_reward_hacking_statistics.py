@@ -50,7 +50,7 @@ def test_length_and_truncation_are_of_all_rollouts():
 def test_correlation_of_length_and_reward_is_within_groups():
     """Lengths −1, 1 with rewards −½, ½; then lengths that do not differ with the same rewards: 1 / √(2 · 1).
 
-    Between the groups, the longer ones earn less, which is no matter.
+    Between the groups, the longer ones earn less, which does not matter.
     """
     first = group(member((1,) * 2, reward=10.0), member((1,) * 4, reward=11.0))
     second = group(member((1,) * 9, reward=1.0), member((1,) * 9, reward=0.0))
@@ -69,7 +69,7 @@ def test_rewards_that_are_the_same_but_for_rounding_correlate_with_nothing():
 
 
 def test_repetition_of_tokens():
-    """123 231 312 123: one of four; a completion without n-grams is no completion without repetition; turns are not spanned."""
+    """123 231 312 123: one of four; a completion without n-grams does not count as one without repetition; turns are not spanned."""
     loop = member((1, 2, 3, 1, 2, 3))
     assert group_statistics([group(loop)])["repetition"] == 0.25
     assert group_statistics([group(loop, member((1, 2)))])["repetition"] == 0.25
@@ -94,7 +94,7 @@ def test_repeated_lines():
 
 
 def test_distinct_completions():
-    """Two texts among four: 1 of 3; empty ones are texts, too, and space around them is no difference."""
+    """Two texts among four: 1 of 3; empty ones are texts, too, and space around them makes no difference."""
     texts = ("a", " a", "b", "b\n")
     assert (
         group_statistics([group(*(member(text=t) for t in texts))])["distinct_completions"] == 1 / 3
@@ -194,7 +194,7 @@ def test_a_rollout_in_which_the_policy_wrote_nothing_has_no_text():
     assert found["length"] == pytest.approx(2 / 3)
 
 
-def test_groups_of_one_are_compared_with_nobody():
+def test_groups_of_one_are_not_compared():
     assert group_statistics([]) == group_statistics([group()]) == {}
     part = {"p": (1.0, 1.0)}
     found = group_statistics(

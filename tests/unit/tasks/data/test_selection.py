@@ -127,7 +127,7 @@ def solved_if_even(choice: Choice) -> list[float]:
     return [1.0, 0.0] if choice.index % 2 == 0 else [0.2, 0.2]
 
 
-def test_what_was_solved_enters_with_the_mean_of_its_group():
+def test_solved_prompts_enter_the_replay_with_the_mean_of_their_group():
     course = Course(selection(replay={"warmup_entries": 100}), solved_if_even).run(5)
     entries = kept(course).entries
     assert sorted(entry.payload[1] for entry in entries) == [0, 2, 4, 6, 8]
@@ -148,7 +148,7 @@ def test_replayed_groups_fill_at_most_half_of_a_step():
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 1), (0.9, 3), (1.0, 4), (0.2, 0)])
-def test_another_share(share, most):
+def test_max_share_limits_the_replayed_prompts(share, most):
     course = Course(selection(replay={**REPLAY, "max_share": share}), lambda choice: 1.0).run(3)
     assert origins(course.step(3))["replay"] == most
 
@@ -191,7 +191,9 @@ def test_completions_are_those_of_the_draw_that_solved_it_last():
     again = course.step(1)
     assert {c.again for c in again} == {0, 1, 2, 3}
     assert all(first[c.again or 0].index == c.index for c in again)
-    assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, "a replayed draw is no newer one"
+    assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, (
+        "a replayed draw does not count as new"
+    )
 
 
 # --- the curriculum ------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ ALL = {"easy_pool": EASY, "replay": REPLAY, "curriculum": {}}
 
 
 @given(st.integers(0, 9), st.booleans())
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(at, ahead):
+def test_a_selection_restored_from_a_checkpoint_continues_unchanged(at, ahead):
     """Also where the next step has been chosen for already, when less was known."""
 
     def reward(choice: Choice) -> list[float]:

@@ -45,7 +45,7 @@ def test_every_form(row, wanted):
 
 
 def test_the_recorded_prompt_ends_before_the_first_trained_message():
-    """The prompt ends before the first trained word; columns that are no part of it stay."""
+    """The prompt ends before the first trained word; columns that are not part of it stay."""
     found = teacher_example(
         3, {"messages": [ASK, ANSWER, ASK, ANSWER], "level": 2}, text_field="text", where="W"
     )

@@ -92,7 +92,7 @@ def test_each_kind_of_file_is_read(name: str, text: str, rows: list[dict[str, An
         max_size=5,
     )
 )
-def test_whatever_json_lines_hold_comes_back(
+def test_any_json_lines_are_read_back_equal(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
 ) -> None:
     path = tmp_path_factory.mktemp("rows") / "a.jsonl"
@@ -164,12 +164,12 @@ def test_columns_get_our_names_and_the_others_stay() -> None:
     assert found == [{"a": 2, "b": 1}, {"b": 3}], "they may change places, and a row may lack one"
 
 
-def test_missing_column_is_told_with_the_nearest() -> None:
+def test_missing_column_is_reported_with_the_nearest() -> None:
     message = refused(jsonl(ROWS), columns={"prompt": "questoin"})
     assert "'question'? It has: question, answer." in message
 
 
-def test_what_the_library_datasets_saved_is_read() -> None:
+def test_folders_saved_by_datasets_are_read() -> None:
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk("one")
     datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk("splits")
@@ -182,7 +182,7 @@ def test_what_the_library_datasets_saved_is_read() -> None:
     '{"_data_files": [{"filename": "../secret.txt"}]}', '{"_data_files": [{"filename": "/secret.txt"}]}', "{}",
     '{"_data_files": [{"filename": 5}]}', '{"_data_files": 3}',
 ])  # fmt: skip
-def test_what_was_saved_names_files_beside_it_alone(content: str) -> None:
+def test_a_saved_dataset_that_names_files_elsewhere_is_refused(content: str) -> None:
     Path("saved").mkdir()
     written("secret.txt", "hunter2")
     written("saved/state.json", content)
@@ -229,7 +229,7 @@ def test_errors_of_a_data_file_name_the_line(name: str, content: str | bytes, sa
     ("openai/gsm8k", False), ("imdb", False), ("./gsm8k", True), ("~/gsm8k", True), ("a/b/c", True),
     ("openai/gsm8k.jsonl", True),
 ])  # fmt: skip
-def test_files_are_told_from_names_on_the_hub(source: str, local: bool) -> None:
+def test_files_are_distinguished_from_names_on_the_hub(source: str, local: bool) -> None:
     assert is_local(source) is local
 
 
@@ -264,7 +264,7 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     (ConnectionError("offline"), "The hub cannot be reached"), (ValueError('Unknown split "x"'), 'Unknown split "x"'),
     (DatasetNotFoundError("gone"), "Look at its page"), (DatasetGenerationError("broken"), "Look at its page"),
 ])  # fmt: skip
-def test_hub_that_does_not_give_it_is_told(
+def test_a_failure_of_the_hub_is_reported_with_what_was_tried(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_dataset(*_: Any, **__: Any) -> None:

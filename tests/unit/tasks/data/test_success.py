@@ -64,7 +64,7 @@ def test_a_part_that_the_reward_does_not_have_is_refused():
             check_part("data.replay.success_part", "acuracy", parts, "the task")
 
 
-def test_a_part_that_groups_do_not_have_is_told_once():
+def test_a_part_that_groups_do_not_have_is_reported_once():
     failed = Group(0, Example(0, "p"), (rollout(None, "failed"),))
     scored = Group(0, Example(0, "p"), (rollout(1.0, won=1.0, found=None),))
     sought = ConfiguredPart("data.curriculum.success_part", "wun")

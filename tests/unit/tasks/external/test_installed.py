@@ -58,7 +58,7 @@ def test_it_is_made_once_with_its_library_and_locked(pip: list[list[str]]):
     assert find("my-game") is None
 
 
-def test_a_folder_is_installed_anew_once_its_files_have_changed(tmp_path: Path):
+def test_a_folder_is_installed_again_once_its_files_have_changed(tmp_path: Path):
     folder, copy = tmp_path / "game", tmp_path / "copy"
     folder.mkdir()
     (folder / "pyproject.toml").write_text('[project]\nname = "my_game"\n')
@@ -99,7 +99,9 @@ def test_the_name_is_that_of_the_package(requirement: str, name: str):
     assert name_of(requirement) == name
 
 
-def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixture[str]):
+def test_packages_with_other_names_are_listed_with_the_command_that_uses_them(
+    capsys: pytest.CaptureFixture[str],
+):
     """Its module is still that of the package; tasksets that come with verifiers have names of their own."""
     used = {
         "my_game": "--task-module verifiers:my-game task.environment=other",
@@ -111,7 +113,7 @@ def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixtur
         assert capsys.readouterr().err.splitlines()[-1] == line + words
 
 
-def test_one_that_is_not_there_is_missed_with_what_to_do():
+def test_a_missing_environment_is_reported_with_what_to_do():
     install("my_game", kind="verifiers", say=False)
     task = load_task("verifiers:my-gane")
     with pytest.raises(

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.tasks.external.protocol import MAX_NOTES, InvalidAnswer, parse_attempt_result
 
-ONE = {"name": "r", "value": 1}
+ONE_REWARD = {"name": "r", "value": 1}
 
 
 def nested(levels: int) -> Any:
@@ -25,13 +25,13 @@ def nested(levels: int) -> Any:
         {"rewards": [{"name": "r", "value": math.nan}]},
         {"rewards": [{"name": "r", "value": 10**400}]},
         {"rewards": [{"name": "r", "value": 1e308}, {"name": "q", "value": 1e308}]},
-        {"rewards": [ONE], "metrics": {"m" * 1000: 1}},
-        {"rewards": [ONE], "completions": "all"},
-        {"rewards": [ONE], "completions": ["of another"]},
-        {"rewards": [ONE], "notes": {"text": "\ud800"}},
-        {"rewards": [ONE], "notes": {"board": math.inf}},
-        {"rewards": [ONE], "notes": {"board": nested(900)}},
-        {"rewards": [ONE], "notes": {"text": "x" * MAX_NOTES}},
+        {"rewards": [ONE_REWARD], "metrics": {"m" * 1000: 1}},
+        {"rewards": [ONE_REWARD], "completions": "all"},
+        {"rewards": [ONE_REWARD], "completions": ["of another"]},
+        {"rewards": [ONE_REWARD], "notes": {"text": "\ud800"}},
+        {"rewards": [ONE_REWARD], "notes": {"board": math.inf}},
+        {"rewards": [ONE_REWARD], "notes": {"board": nested(900)}},
+        {"rewards": [ONE_REWARD], "notes": {"text": "x" * MAX_NOTES}},
     ],
 )
 def test_an_answer_that_cannot_be_used_is_refused(answer: Any):
@@ -40,7 +40,12 @@ def test_an_answer_that_cannot_be_used_is_refused(answer: Any):
 
 
 def test_names_that_are_taken_and_odd_characters_are_kept_apart():
-    answer = {"rewards": [ONE], "metrics": {"r": 2.0}, "stopped": "\ud800", "notes": {"seat": 1}}
+    answer = {
+        "rewards": [ONE_REWARD],
+        "metrics": {"r": 2.0},
+        "stopped": "\ud800",
+        "notes": {"seat": 1},
+    }
     played = parse_attempt_result(answer, {"a1": None})
     assert [(part.name, part.value, part.weight) for part in played.parts] == [
         ("r", 1.0, 1.0),

@@ -3,7 +3,7 @@
 1. Alternatives stand beside each token, streamed or not, in the form of chats and of texts.
 2. A prompt of tokens is the prompt that has these tokens, also where it is stored; `return_token_ids` gives them back.
 3. `echo` puts the prompt before the text and its log-probabilities before the others; with `max_tokens` 0 nothing is drawn.
-4. What changes the draws is refused with `store`, by its name, and so is an id that is no token.
+4. What changes the draws is refused with `store`, by its name, and so is an id that is not a token.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ CHANGING: Any = {
 }  # fmt: skip
 
 
-async def test_what_changes_the_draws_is_never_stored(tmp_path) -> None:
+async def test_fields_that_change_the_draws_are_refused_with_store(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for path, body in PATHS.items():
             for name, value in CHANGING.items():
@@ -303,7 +303,7 @@ F, G = ("f", json.dumps(SCHEMA)), ("g", "{}")
     ({"tool_choice": allowed("auto", "f"), "response_format": JSON}, CallGrammar((F,))),
     ({"tool_choice": "required", "response_format": JSON}, CallGrammar((F, G))),
 ])  # fmt: skip
-def test_what_may_be_called_and_what_must(more, calls) -> None:
+def test_tool_choice_determines_allowed_and_required_calls(more, calls) -> None:
     request = ChatRequest.model_validate({**CHAT, "tools": TOOLS, **more})
     processing = processing_of(request) or LogitsProcessing()
     assert processing.tool_calls == calls

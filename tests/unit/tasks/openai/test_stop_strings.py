@@ -14,14 +14,14 @@ def test_the_first_stop_cuts():
     assert cut_at_stop("abc", ["c", "bc"]) == "a"
 
 
-def test_what_may_become_a_stop_is_held_back():
+def test_a_possible_beginning_of_a_stop_is_held_back():
     assert streamable_prefix("one EN", ["END"]) == "one "
     assert streamable_prefix("one ENd", ["END"]) == "one ENd"
     assert streamable_prefix("one END", ["END"]) == "one "
 
 
 @given(LETTERS, STOPS)
-def test_what_is_shown_only_grows_and_is_the_beginning_of_the_whole(text, stops):
+def test_streamed_text_only_grows_and_is_a_prefix_of_the_final_text(text, stops):
     before = ""
     for end in range(len(text) + 1):
         shown = streamable_prefix(text[:end], stops)

@@ -73,7 +73,7 @@ def test_malformed_tool_calls_stay_text(call_format, text):
 @pytest.mark.parametrize("text", [f"I add.\n{HERMES}", f"I add. <|python_tag|>{LLAMA}", LLAMA, f";{LLAMA}", f"a [TOOL_CALLS]{MISTRAL}",
     MISTRAL,
     'add{"a": 1}', "add it up", "[1, 2]", " {", "a < b", "\n", "look", "add"])  # fmt: skip
-def test_what_is_streamed_begins_the_final_text(call_format, text):
+def test_streamed_text_is_a_prefix_of_the_final_text(call_format, text):
     final, _ = split_calls(text, call_format, TOOLS)
     shown = ""
     for end in range(len(text) + 1):

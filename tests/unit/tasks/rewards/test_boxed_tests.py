@@ -40,7 +40,7 @@ def _plainly(text: str) -> str:
 
 
 @pytest.mark.parametrize(("tests", "problem"), [
-    ("assert f(", "the tests are no Python"), ("x = '\0'", "the tests are no Python"),
+    ("assert f(", "the tests are not Python"), ("x = '\0'", "the tests are not Python"),
     ("def check(candidate): assert candidate(1)", "no entry_point"),
     ("def test_a(tmp_path): assert f(1)", "test_a wants arguments"),
     ("def test_a(x=1, *, y=2, **z): pass\ndef test_b(x, y=1): pass", "test_b wants arguments"),
@@ -56,9 +56,9 @@ def _plainly(text: str) -> str:
     ("assert same(f(1), 2) is True", "need `same`"),
     ("np.testing.assert_allclose(f(1), 2)", "need `np`"), ("assert np.all(f(1) == x)", "need `np`"),
     ("import numpy\nassert f(1)", "import numpy"), ("def g():\n    from numpy import a\nassert f(1)", "import numpy"),
-    (["import math", "assert f("], "the tests are no Python"), (["import math"], "nothing is checked"),
+    (["import math", "assert f("], "the tests are not Python"), (["import math"], "nothing is checked"),
 ])  # fmt: skip
-def test_what_would_pass_without_running_is_refused(tests, problem):
+def test_tests_that_would_pass_without_running_are_refused(tests, problem):
     with pytest.raises(BrokenTests, match=problem):
         plan(tests)
 

@@ -63,7 +63,7 @@ def test_moves(name):
     assert found == ["Bv1,C>1,A>2", "Bv1,C>1,A>2", None, None]
 
 
-def test_of_two_rewards_the_last_that_read_an_answer_is_taken():
+def test_the_answer_of_the_last_reward_that_read_one_is_taken():
     texts = [r"<answer>4 km</answer>", r"\boxed{4.0}", "four"]
     both = ["math_answer", "correctness_xml"]
     assert recorded(both, texts, answer="4") == ["4 km", "4", None]

@@ -73,7 +73,7 @@ def test_tags_that_occur_once(text, expected):
     (NESTED, -1.0), (CROSSED, -1.0), (UNSEEN, -1.0), (HOLLOW, -1.0), ("7</answer>", -1.0),
     ("", -1.0),
 ])  # fmt: skip
-def test_both_pairs_a_beginning_or_neither(text, expected):
+def test_match_format_scores_complete_partial_and_missing_tag_pairs(text, expected):
     assert value(MatchFormat(), text) == expected
 
 

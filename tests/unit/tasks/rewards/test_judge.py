@@ -149,7 +149,7 @@ def test_a_run_gives_it_more_than_columns(ask, rubric):
     assert (result.values, result.failures) == ((0.1, 0.3), (None, None))
 
 
-# 2. what is no verdict
+# 2. answers that are not verdicts
 
 
 OFF_THE_SCALE = ("11", "-1", "true", '"5"', "NaN", "Infinity", "null", "[5]", "1e999")
@@ -330,7 +330,7 @@ def test_other_frames_and_rubrics_are_other_questions():
 # 4. what is kept
 
 
-def test_what_was_answered_is_not_asked_again_but_of_another_service(ask):
+def test_cached_answers_are_reused_except_for_another_service(ask):
     first = ask(["a", "bb"])
     again = ask(["bb", "a", "ccc"])
     assert (first, again) == ([0.1, 0.2], [0.2, 0.1, 0.3])

@@ -11,7 +11,7 @@ from groupwise.core.errors import TaskError
 from groupwise.tasks.rewards.other_names import meaning_of, other_names
 from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 
-OURS = registered_rewards()
+OUR_REWARDS = registered_rewards()
 
 
 def refused(name: str) -> str:
@@ -22,8 +22,8 @@ def refused(name: str) -> str:
 
 def test_the_table_names_rewards_that_there_are_and_none_of_ours_as_foreign() -> None:
     for name, meant in other_names().items():
-        assert name not in OURS
-        assert set(meant.rewards) <= set(OURS), name
+        assert name not in OUR_REWARDS
+        assert set(meant.rewards) <= set(OUR_REWARDS), name
         assert not meant.remark.endswith("."), name
 
 
@@ -46,11 +46,13 @@ def test_a_module_of_python_is_no_reward_and_a_slip_is_looked_for_as_usual() -> 
     assert re.search("Built-in: .*correctness, ", message)
     assert "path/to/file.py:function" in message
     assert "Did you mean" not in refused("reasoning_steps_reward")
-    assert meaning_of("no_such_thing", OURS) is None
+    assert meaning_of("no_such_thing", OUR_REWARDS) is None
     assert re.search(r"Did you mean `length`\?$", refused("lenght").split("\nBuilt-in")[0])
 
 
-def test_what_a_package_announces_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_rewards_announced_by_a_package_are_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     points = [
         importlib.metadata.EntryPoint(name, "groupwise.tasks.rewards.shaping:Repetition", group)
         for name, group in (

@@ -128,31 +128,31 @@ def test_rows_say_what_to_run(row, expected):
 
 @pytest.mark.parametrize(("row", "problem"), [
     ({}, "has no tests"), ({"tests": [], "test_cases": None}, "has no tests"),
-    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are no text"),
-    ({"tests": " "}, "that are no text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
+    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are not text"),
+    ({"tests": " "}, "that are not text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
     ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
     ({"test_cases": {"inputs": ["1"], "outputs": []}}, "two lists of equal length"),
     ({"test_cases": {"inputs": 1}}, "two lists of equal length"),
     ({"test_cases": {"inputs": [], "outputs": []}}, "two lists of equal length"),
     ({"test_cases": {"input": "1"}}, "two lists of equal length"),
     ({"test_list": ["a"], "input_output": TABLE}, "has both `test_list` and `input_output`"),
-    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are no text"),
+    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are not text"),
     ({"test_cases": [{"input": 1, "output": "2"}], "entry_point": "f"}, "expected {input"),
     ({"reward_model": {"ground_truth": "2"}}, "has no tests"), ({"test_cases": [{"input": True, "output": "2"}]}, "expected {input"),
     ({"test_cases": [{"fn_name": "f", "input": [1]}]}, "expected `input` and `output`"),
     ({"public_test_cases": [CALL], "starter_code": "def f(x): ...\ndef g(x): ..."}, "with one `fn_name`"),
     ({"private_test_cases": packed(Case)}, "more than a text"),
     ({"private_test_cases": base64.b64encode(zlib.compress(b"K\x01r\xff\xff\xff\xff.")).decode()}, "more than a text"),
-    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "no list"),
+    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "not a list"),
     ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
     ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
     ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
     ({"test_cases": {"inputs": [None], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
     ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
-    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are not JSON"),
     ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of equal length"),
     ({"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, "with one `fn_name`, or an `entry_point`"),
-    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are no JSON"),
+    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are not JSON"),
     ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
     ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
 ])  # fmt: skip
@@ -166,7 +166,7 @@ def test_rows_that_say_nothing_are_refused(row, problem):
 @pytest.mark.parametrize(("tests", "entry_point", "problem"), [
     (["f(1) == 2"], None, "no assert before"), ("f(1)", None, "nothing is checked"),
     ("def check(candidate): assert candidate(1)", None, "no entry_point"),
-    ("assert f(1) == 2\nx = " + "+".join(["1"] * 5000), None, "nested too deep|no Python"),
+    ("assert f(1) == 2\nx = " + "+".join(["1"] * 5000), None, "nested too deep|not Python"),
 ])  # fmt: skip
 def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
     row = {"tests": tests, "entry_point": entry_point}
@@ -276,7 +276,7 @@ async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_p
 
 @pytest.mark.parametrize(("tests", "problem"), [
     (["import numpy", "assert f(1)"], "they import numpy"),
-    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are no Python"),
+    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are not Python"),
 ])  # fmt: skip
 async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
     with pytest.raises(ValueError, match=problem):
@@ -558,7 +558,7 @@ async def test_wrong_code_passes_nothing_by_names_and_errors_of_its_own(tests, c
     assert (found.passed, found.of > 0) == (0, True)
 
 
-async def test_what_a_prompt_defines_beside_its_function_belongs_to_the_tests():
+async def test_helpers_defined_in_the_prompt_are_available_to_the_tests():
     prompt = "def twice(x: int):\n    return 2 * x\n\ndef half(x: int):\n    'Undo twice.'\n"
     tests = "def check(candidate):\n    assert candidate(twice(4)) == 4"
     rows: dict[str, Any] = {"test": [tests] * 3, "entry_point": ["half"] * 3}
@@ -637,7 +637,7 @@ def test_the_share_of_tests_or_all_of_them():
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
-def test_a_completion_may_go_on_with_the_function_that_its_prompt_begins():
+def test_a_completion_may_continue_with_the_function_that_its_prompt_begins():
     rows = {"tests": ["assert f(1) == 2"] * 3, "entry_point": ["f"] * 3}
     prompts = ["import math\ndef f(x):\n"] * 2 + [[{"role": "user", "content": "def f(x):"}]]
     codes = ["    return x + 1", "def f(x): return x + 1", "    return x + 1"]
@@ -664,7 +664,7 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     assert (sorted(calls), max(most), len(read)) == (codes[:8], 3, 1)
 
 
-def test_a_machine_without_what_is_required_is_told_before_the_run(monkeypatch):
+def test_a_machine_without_what_is_required_is_reported_before_the_run(monkeypatch):
     held = {"network": (), "files": ("Landlock",), "calls": ()}
     monkeypatch.setattr(python_tests, "_machine_protections", lambda: held)
     with pytest.raises(TaskError, match=r"`python_tests` does not run code without network, calls"):

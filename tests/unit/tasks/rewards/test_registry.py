@@ -172,7 +172,7 @@ def test_rewards_with_an_answer_column_need_gold_in_every_row():
 # 3. refusals
 
 
-def test_unknown_names_are_told_all_at_once_with_what_there_is(tmp_path, monkeypatch):
+def test_unknown_names_are_reported_all_at_once_with_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = refused(["test_scald", "test_plain", "no_such.module:f", "none.py:f"])
     for part in ("Did you mean `test_scaled`", "Built-in: ", "`no_such.module:f`", "`none.py:f`"):

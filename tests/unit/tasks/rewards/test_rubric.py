@@ -124,7 +124,7 @@ def test_a_function_may_run_an_event_loop_of_its_own():
     assert [[p.value for p in member.parts] for member in members] == [[0.0] * 4, [2.0] * 4]
 
 
-def test_what_a_function_keeps_in_its_event_loop_lasts_until_its_thread_ends():
+def test_the_event_loop_of_a_reward_lasts_as_long_as_its_thread():
     lock, loops = asyncio.Lock(), set()
 
     async def ask():
@@ -269,7 +269,7 @@ def test_rewards_beyond_what_a_step_can_compute_with_fail_their_rollouts(value, 
     assert (member.outcome, "up to 1e+15" in reason(member)) == ("failed", True)
 
 
-def test_arguments_that_no_row_fills_are_told():
+def test_arguments_that_no_row_fills_are_reported():
     some = np.array([1, 2])
 
     def settings(completions, answer, gold=None, w=some, origin=None, log_extra=None): ...
@@ -354,7 +354,7 @@ def test_weights_replace_those_given_and_names_are_unique():
     assert Rubric([constant(1, name) for name in names]).names == ("f", "f_3", "f_2", "g", "f_4")
 
 
-def test_arguments_that_nobody_gives_are_refused_with_the_columns_there_are():
+def test_reward_arguments_without_a_column_are_refused_with_the_columns_there_are():
     rubric = Rubric([lambda completions, gold, log_extra, hint=None: completions])
     rubric.check_columns({"gold"}, where="t")
     message = refused(lambda: rubric.check_columns({"answer", "level", "origin"}, where="t"))
@@ -374,7 +374,7 @@ def p(prompt, completion, parser): ...  # fmt: skip
     (p, "def p_of_all(completions, prompts, **columns):\n      return [p(prompt=prompts[i], completion=completions[i]) for i"),
     (lambda completion: 1, "def reward_of_all(completions, **columns):\n      return [reward(completion=completions[i]) for i"),
 ])  # fmt: skip
-def test_a_function_of_one_completion_is_told_what_calls_it_rightly(function, body):
+def test_a_function_of_one_completion_is_refused_with_how_to_adapt_it(function, body):
     message = refused(lambda: Rubric([function]).check_columns({"answer", "level"}, where="t"))
     assert message.endswith(f"{body} in range(len(completions))]")
     assert ("functools.partial(p, parser=…)" in message) is (function is p)

@@ -230,7 +230,7 @@ def test_shaped(text, value):
     ("Bv2,A>2,A>1", 0.20 / 2 + 0.10 * 2 / 3 + 0.05), ("Bv2,A>3", 0.20 + 0.10 / 2 + 0.05),
     ("Bv2,A>1", 0.10 + 0.05 * 2 / 3),
 ])  # fmt: skip
-def test_what_is_written_after_the_board_is_solved(text, value):
+def test_moves_beyond_the_solution_cost_reward(text, value):
     assert shaped(text, "ooBoAABooooooooo", "Bv2,A>2") == pytest.approx(value)
 
 
@@ -279,7 +279,7 @@ def test_each_row_has_its_own_target():
     ("Bv1,Z>2", "Z>2 is not legal"), ("Bv1,C>1", "A does not reach the right edge"),
     ("Bv1,A>1", "A does not reach the right edge"),
     ("Bv1,A>3", "A>3 is not legal"),  # a gold solution has no move like that
-    ([GOLD, GOLD_RENAMED], "Cv1 is not legal"), ("slide B down", "no list of moves"),
+    ([GOLD, GOLD_RENAMED], "Cv1 is not legal"), ("slide B down", "not a list of moves"),
 ])  # fmt: skip
 def test_a_gold_solution_that_does_not_solve_its_own_board_is_refused(answer, says):
     with pytest.raises(ValueError, match=says):

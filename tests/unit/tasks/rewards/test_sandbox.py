@@ -127,7 +127,7 @@ async def test_its_folder_is_deleted(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_while_its_folder_is_deleted_others_go_on(monkeypatch):
+async def test_while_its_folder_is_deleted_others_continue(monkeypatch):
     loop, delete, went_on = asyncio.get_running_loop(), sandbox._delete_tree, threading.Event()
 
     def deleted(folder):
@@ -354,7 +354,7 @@ async def test_no_connection_can_be_made():
     assert (set(bare.missing), bare.output) == (set(PROTECTIONS), b"through\n")
 
 
-async def test_signals_reach_nobody_outside():
+async def test_signals_reach_no_process_outside_the_sandbox():
     source = f"""
         import os, signal
         for process in (os.getppid(), {os.getpid()}):

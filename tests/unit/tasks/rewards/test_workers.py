@@ -49,7 +49,7 @@ def rewards(score: GroupScore):
     return tuple(member.reward for member in score.members)
 
 
-def told(score: GroupScore) -> tuple[str, str]:
+def outcome_and_reason(score: GroupScore) -> tuple[str, str]:
     """How all members ended, and why."""
     (found,) = {(member.outcome, member.reason or "") for member in score.members}
     return found
@@ -103,7 +103,7 @@ async def test_several_workers_score_as_one_does_and_hang_together(closing, shar
     while len(noted(tmp_path)) < 2:  # noqa: ASYNC110 — the event is in another process
         await asyncio.sleep(0.005)
     assert not any(call.done() for call in calls), "one after the other"
-    assert {told(score)[0] for score in await asyncio.gather(*calls)} == {"timed_out"}
+    assert {outcome_and_reason(score)[0] for score in await asyncio.gather(*calls)} == {"timed_out"}
 
 
 async def test_one_worker_takes_calls_in_their_order(shared, tmp_path):
@@ -148,7 +148,7 @@ async def test_cancelled_call_that_waits_is_left_out(hasty, tmp_path):
     second = asyncio.ensure_future(hasty.score(request("hangs", folder=str(tmp_path))))
     await asyncio.sleep(0)
     second.cancel()
-    assert told(await first)[0] == "timed_out"
+    assert outcome_and_reason(await first)[0] == "timed_out"
     assert rewards(await hasty.score(request())) == FINE
     assert len(noted(tmp_path)) == 1
 
@@ -163,7 +163,7 @@ async def test_cancelled_call_that_waits_is_left_out(hasty, tmp_path):
 async def test_hanging_call_is_timed_out_and_the_next_one_served(hasty, tmp_path, function):
     found = await hasty.score(request("fine", function, folder=str(tmp_path)))
     why = f"the call took longer than 0.5 s; `{function}` was running"
-    assert told(found) == ("timed_out", why)
+    assert outcome_and_reason(found) == ("timed_out", why)
     (process,) = noted(tmp_path)
     with pytest.raises(ProcessLookupError):  # killed and reaped, no zombie
         os.kill(process, 0)
@@ -172,7 +172,7 @@ async def test_hanging_call_is_timed_out_and_the_next_one_served(hasty, tmp_path
 
 async def test_limit_holds_for_each_function_not_for_all_together(hasty):
     asked = request("naps_once", "naps_once", "naps_a_third_time", nap=0.2)
-    assert told(await hasty.score(asked))[0] == "scored"
+    assert outcome_and_reason(await hasty.score(asked))[0] == "scored"
 
 
 @pytest.mark.parametrize(("function", "how"), [
@@ -183,7 +183,7 @@ async def test_limit_holds_for_each_function_not_for_all_together(hasty):
     ("miscounts", "1 verdicts for 2"), ("gives_what_cannot_be_written", "scoring raised"),
 ])  # fmt: skip
 async def test_a_worker_that_breaks_fails_only_its_own_call(shared, function, how):
-    outcome, why = told(await shared.score(request(function)))
+    outcome, why = outcome_and_reason(await shared.score(request(function)))
     assert outcome == "failed"
     assert how in why
     assert function in why or "the scorer" in why or "scoring raised" in why
@@ -206,7 +206,7 @@ async def test_text_that_cannot_be_written_is_escaped_in_what_is_logged(shared):
 @LINUX
 async def test_family_ends_with_its_worker(hasty, tmp_path, function):
     found = await hasty.score(request(function, folder=str(tmp_path)))
-    assert told(found)[0] in {"timed_out", "failed"}
+    assert outcome_and_reason(found)[0] in {"timed_out", "failed"}
     family = noted(tmp_path)
     assert len(family) >= 3
     assert all_gone(family)
@@ -226,13 +226,16 @@ async def test_every_worker_is_reaped_however_it_ended(tmp_path):
     assert own_children() > before
     (tmp_path / "hung").mkdir()
     hung = await workers.score(request("hangs", folder=str(tmp_path / "hung")))
-    assert [told(hung)[0], told(await workers.score(request("crashes")))[0]] == [
+    assert [
+        outcome_and_reason(hung)[0],
+        outcome_and_reason(await workers.score(request("crashes")))[0],
+    ] == [
         "timed_out",
         "failed",
     ]
     (tmp_path / "left").mkdir()
     left = await workers.score(request("leaves_family_and_answers", folder=str(tmp_path / "left")))
-    assert told(left)[0] == "scored"
+    assert outcome_and_reason(left)[0] == "scored"
     family = noted(tmp_path / "left")
     assert not any(map(is_gone, family))
     await workers.close()
@@ -248,7 +251,10 @@ async def test_close_does_not_wait_for_a_call(tmp_path, caplog):
     while not noted(tmp_path):  # noqa: ASYNC110 — the event is in another process
         await asyncio.sleep(0.005)
     await workers.close()
-    assert told(await call) == ("failed", "the reward workers were closed during the call")
+    assert outcome_and_reason(await call) == (
+        "failed",
+        "the reward workers were closed during the call",
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert all_gone(noted(tmp_path))
     assert {t for t in threading.enumerate() if t.name.startswith("reward-worker")} <= others
@@ -295,7 +301,7 @@ async def test_output_is_logged_and_neither_stalls_nor_floods(closing, caplog):
     caplog.set_level(logging.INFO, "groupwise.core.processes.output")
     workers = closing(workers_for())
     for function in ("talks", "spams"):
-        assert told(await workers.score(request(function)))[0] == "scored"
+        assert outcome_and_reason(await workers.score(request(function)))[0] == "scored"
     await workers.close()
     assert "reward worker 0: said to stdout" in caplog.messages
     assert "reward worker 0: said to stderr" in caplog.messages

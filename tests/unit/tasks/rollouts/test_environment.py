@@ -141,7 +141,7 @@ async def test_turns_and_answers_follow_each_other_and_only_turns_teach():
     assert not rollout.truncated
 
 
-async def test_tokens_stay_as_sampled_where_writing_them_anew_would_change_them():
+async def test_tokens_stay_as_sampled_where_writing_them_again_would_change_them():
     """The policy may spell a word in other pieces than the tokenizer would."""
     tokenizer = Pieces("12", "higher")
 
@@ -318,9 +318,9 @@ async def test_each_turn_has_its_least_length_as_far_as_there_is_room():
     sampler = ScriptedSampler(tokenizer, turns("55", "66666", "77777"))
     kind = EnvironmentRollouts(Inline(Guess), tokenizer, replace(LIMITS, max_tokens=16))
     ids = tokenizer("guess:")["input_ids"]
-    ask = ask_for(tokenizer, "guess:", ids, max_tokens=4, secret=70000)
-    ask = replace(ask, params=replace(ask.params, min_tokens=3))
-    rollout = one(await kind.sample(sampler, ask))
+    request = ask_for(tokenizer, "guess:", ids, max_tokens=4, secret=70000)
+    request = replace(request, params=replace(request.params, min_tokens=3))
+    rollout = one(await kind.sample(sampler, request))
     assert [request.params.min_tokens for request in sampler.requests] == [3, 3]
     assert [request.params.max_tokens for request in sampler.requests] == [4, 4]
     written = [len(each.token_ids) for each in rollout.segments if each.source == "policy"]
@@ -480,8 +480,12 @@ async def test_a_group_does_not_depend_on_others_or_on_their_order():
 
     async def drawn(draws):
         kind = EnvironmentRollouts(LocalHost(Sessions(Chatters)), tokenizer, limits)
-        asks = [ask_for(tokenizer, "ask", (1, 2), members=3, draw=d, max_tokens=8) for d in draws]
-        groups = await asyncio.gather(*(kind.sample(FakeSampler(), ask) for ask in asks))
+        requests = [
+            ask_for(tokenizer, "ask", (1, 2), members=3, draw=d, max_tokens=8) for d in draws
+        ]
+        groups = await asyncio.gather(
+            *(kind.sample(FakeSampler(), request) for request in requests)
+        )
         await kind.close()
         return {group.draw: group for group in groups}
 

@@ -108,7 +108,7 @@ async def test_only_what_the_environment_names_teaches(does: str):
         ("sleeps", "timed_out", "rollout.max_seconds"),
     ],
 )
-async def test_what_goes_wrong_costs_its_attempt_alone(does: str, outcome: str, reason: str):
+async def test_a_failure_costs_only_its_own_attempt(does: str, outcome: str, reason: str):
     async with playing(replace(LIMITS, max_seconds=1.0)) as play:
         (bad,), good = await asyncio.gather(play(does), play("play", members=4))
         (after,) = await play("play")
@@ -116,7 +116,7 @@ async def test_what_goes_wrong_costs_its_attempt_alone(does: str, outcome: str, 
     assert [rollout.outcome for rollout in (*good, after)] == ["pending"] * 5
 
 
-async def test_what_it_prints_is_no_answer_and_does_not_fill_the_disk(
+async def test_printed_text_is_not_an_answer_and_its_log_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ):
     deadline = time.monotonic() + 30

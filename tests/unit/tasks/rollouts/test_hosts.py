@@ -100,7 +100,7 @@ async def test_rollouts_are_the_same_wherever_their_environments_live(hosted, tm
         ("Dies", "failed", "SIGKILL"),
     ],
 )
-async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
+async def test_lost_process_costs_the_one_rollout_and_the_others_continue(
     hosted, tmp_path, name, outcome, said
 ):
     kind = hosted(name, time_limit=0.5)
@@ -123,7 +123,7 @@ async def test_environment_that_is_not_repeatable_fails_when_its_process_is_lost
     assert sum("answered differently in turn 1" in reason for reason in reasons) == 2
 
 
-async def test_forked_children_end_with_their_worker_and_disturb_nobody(hosted, tmp_path):
+async def test_forked_children_end_with_their_worker_without_disturbing_others(hosted, tmp_path):
     kind = hosted("Forks", time_limit=10.0)
     (group,) = await drawn(kind, tmp_path)
     assert [each.outcome for each in group.rollouts] == ["pending"] * 3

@@ -9,7 +9,7 @@ NUMBERS = st.integers(0, 2**40)
 PLACES = st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS)
 
 
-def test_they_never_change():
+def test_derived_seeds_never_change():
     """A run that is resumed with a later release must draw what it would have drawn."""
     assert derive("a", 1) == 9484037261928657086
     assert member_seed(0, 0, 0) == 10880533986507347724

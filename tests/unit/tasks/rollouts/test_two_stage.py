@@ -21,8 +21,8 @@ async def rollout_of(reasoning: str, answer: str, tokenizer=PIECES, config=CONFI
     sampler = ScriptedSampler(
         tokenizer, lambda seed, seen: answer if config.answer_start in seen else reasoning
     )
-    ask = ask_for(tokenizer, "ask:", tokenizer("ask:")["input_ids"], **more)
-    group = await TwoStage(config, tokenizer).sample(sampler, ask)
+    request = ask_for(tokenizer, "ask:", tokenizer("ask:")["input_ids"], **more)
+    group = await TwoStage(config, tokenizer).sample(sampler, request)
     return group.rollouts[0], sampler
 
 
@@ -107,9 +107,9 @@ async def test_reasoning_and_answer_both_have_their_least_length(tmp_path):
         max_reasoning_length=9,
         max_answer_length=6,
     )
-    ask = ask_for(tokenizer, "ask", tokenizer("ask")["input_ids"], members=60)
-    ask = replace(ask, params=replace(ask.params, min_tokens=5))
-    group = await TwoStage(config, tokenizer).sample(FakeSampler(), ask)
+    request = ask_for(tokenizer, "ask", tokenizer("ask")["input_ids"], members=60)
+    request = replace(request, params=replace(request.params, min_tokens=5))
+    group = await TwoStage(config, tokenizer).sample(FakeSampler(), request)
     written = [
         segment
         for rollout in group.rollouts

@@ -8,7 +8,7 @@ from groupwise.training.assembly.start import start_base, training_parts
 from groupwise.training.config import load_config
 
 
-async def test_what_samples_here_refuses_servers(tmp_path):
+async def test_commands_that_sample_in_process_refuse_sampling_servers(tmp_path):
     sampler = {"engine": "vllm", "url": "http://127.0.0.1:1"}
     config = load_config({"model": {"name": "tiny"}, "sampler": sampler}).config
     layout = placement.choose_layout(config, 20)

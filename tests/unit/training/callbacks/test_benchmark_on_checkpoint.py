@@ -99,7 +99,7 @@ def test_each_checkpoint_is_evaluated_and_recorded(folder):
     assert found == ["mine of step-2: right 0.5, n 3", "mine of step-4: right 0.5, n 3"]
 
 
-def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
+def test_benchmarks_run_in_parallel_up_to_a_limit_without_delaying_the_run(folder):
     callback = BenchmarkOnCheckpoint(command=command(HANGS), max_processes=2)
     session = Session(folder, callback)
     for step in (1, 2, 3):
@@ -148,7 +148,7 @@ def test_steps_that_are_done_again_are_given_up(folder):
     ("import sys; open(sys.argv[1], 'w').write('{\"a\": \"b\"}')", "has no numbers"),
     ("import sys; open(sys.argv[1], 'w').write('[1]')", "has no numbers"),
 ])  # fmt: skip
-def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code, reason):
+def test_a_failure_is_reported_with_the_log_and_the_run_continues(folder, caplog, code, reason):
     session = Session(folder, BenchmarkOnCheckpoint(command=command(code)))
     session.save(2)
     session.end()

@@ -20,7 +20,7 @@ from groupwise.training.callbacks.registry import (
 )
 from tests.unit.training.callbacks.fake_run import CONFIG
 
-GIVEN = View(CONFIG)
+CONFIG_VIEW = View(CONFIG)
 FILE = """
 from groupwise import Callback
 
@@ -81,7 +81,7 @@ def file(tmp_path):
 
 
 def one(entry: Any) -> tuple[str, Any]:
-    (found,) = configured_callbacks([entry], GIVEN, "c.yaml:3")
+    (found,) = configured_callbacks([entry], CONFIG_VIEW, "c.yaml:3")
     return found
 
 
@@ -117,7 +117,7 @@ def test_classes_by_file_and_module(file, tmp_path, monkeypatch):
     assert one("mine:Defaults")[0] == "Defaults"
 
 
-def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
+def test_an_installed_package_can_announce_a_callback(monkeypatch, tmp_path, file):
     monkeypatch.syspath_prepend(tmp_path)
     point = importlib.metadata.EntryPoint("notify", "mine:Needy", "groupwise.callbacks")
     monkeypatch.setattr(
@@ -152,34 +152,36 @@ BENCHMARK = {"name": "benchmark_on_checkpoint", "command": [sys.executable, "{ou
 ])  # fmt: skip
 def test_two_that_would_destroy_each_others_results_are_refused(first, second, claim):
     with pytest.raises(ConfigError, match=f"c: callbacks: .*{claim} cannot be had by two"):
-        configured_callbacks([first, "early_stop", second], GIVEN, "c")
+        configured_callbacks([first, "early_stop", second], CONFIG_VIEW, "c")
     task: Any = SimpleNamespace(
         rl_callbacks=lambda *given: [one(second)[1]], described="the task toy"
     )
-    beside = configured_callbacks([first], GIVEN, "c")
+    beside = configured_callbacks([first], CONFIG_VIEW, "c")
     with pytest.raises(TaskError, match=claim):
-        callbacks_of_task(task, GIVEN, None, "", beside)
-    assert len(callbacks_of_task(task, GIVEN, None, "")) == 1
+        callbacks_of_task(task, CONFIG_VIEW, None, "", beside)
+    assert len(callbacks_of_task(task, CONFIG_VIEW, None, "")) == 1
 
 
 def test_all_problems_at_once():
     with pytest.raises(ConfigError) as caught:
-        configured_callbacks(["nobody", "loss_logging", {"name": "early_stop", "x": 1}], GIVEN, "c")
+        configured_callbacks(
+            ["nobody", "loss_logging", {"name": "early_stop", "x": 1}], CONFIG_VIEW, "c"
+        )
     assert len([line for line in str(caught.value).splitlines() if line.startswith("c: ")]) == 2
 
 
-def test_what_a_hook_returns():
+def test_a_hook_may_return_callback_instances_and_classes():
     class Own(Callback):
         pass
 
     instance = Own()
-    found = hook_callbacks([instance, Own], GIVEN, "here")
+    found = hook_callbacks([instance, Own], CONFIG_VIEW, "here")
     assert [name for name, _ in found] == ["Own", "Own"]
     assert found[0][1] is instance
     assert isinstance(found[1][1], Own)
 
 
 @pytest.mark.parametrize("given", [3, int, "early_stop", object()])
-def test_what_a_hook_may_not_return(given):
+def test_a_hook_that_returns_no_callback_is_refused(given):
     with pytest.raises(TaskError, match=r"^here: \w+ is .* not a callback"):
-        hook_callbacks([given], GIVEN, "here")
+        hook_callbacks([given], CONFIG_VIEW, "here")

@@ -93,9 +93,7 @@ class _Odd(BaseException):
     [ValueError("no"), SystemExit(3), StopIteration(), KeyboardInterrupt(), _Odd("odd")],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_a_plain_one_raises_is_reported_once_and_counted_at_the_end(
-    begun, caplog, error
-):
+async def test_errors_of_a_noncritical_callback_are_reported_once_and_counted(begun, caplog, error):
     class Bad(Callback):
         def on_step_begin(self, run):
             raise error

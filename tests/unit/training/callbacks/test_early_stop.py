@@ -42,7 +42,7 @@ def test_patience(parameters, values, stopped_after):
     assert steps_until_stopped(EarlyStop(observe="steps", **parameters), values) == stopped_after
 
 
-def test_state_goes_on_where_it_was():
+def test_state_continues_where_it_was():
     values = [0.1, 0.3, 0.2, 0.3, 0.1]
     whole, first, second = (EarlyStop(observe="steps") for _ in range(3))
     run = Run()

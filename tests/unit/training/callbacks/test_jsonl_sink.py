@@ -49,7 +49,7 @@ def test_a_line_is_one_flat_object(tmp_path):
     assert not (tmp_path / "completions.jsonl").exists()
 
 
-def test_a_run_that_goes_on_adds_what_is_missing(tmp_path):
+def test_a_run_that_continues_adds_what_is_missing(tmp_path):
     three_lines(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     sink, held = begun(tmp_path, steps=2)

@@ -174,7 +174,7 @@ def line(steps: int, **values: float) -> MetricsRow:
 
 
 @pytest.mark.parametrize("there", [("reward", "loss"), ("reward",), ()])
-def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
+def test_only_the_missing_part_of_an_interrupted_line_is_sent(tracking, there):
     """Killed before the tag, with all of the line, a part, or nothing."""
     sink, _ = begun()
     sink.write_row(line(1))

@@ -52,7 +52,7 @@ class Kept:
         return self.lines[-1].steps if self.lines else -1
 
     def write_row(self, row: MetricsRow) -> None:
-        print("talk that is no part of a command's result")
+        print("talk that is not part of a command's result")
         if row.steps == self.fails_at:
             raise OSError("database is locked")
         self.lines.append(row)
@@ -176,7 +176,7 @@ def test_a_resume_sends_what_is_missing_and_nothing_twice(folder, sinks, had):
         assert lines[2].finished_at == 101.0, "when it was, not when it is sent"
 
 
-def test_what_a_callback_recorded_of_its_own_comes_with_the_line_that_is_sent_next(folder, sinks):
+def test_values_recorded_by_a_callback_are_sent_with_the_next_line(folder, sinks):
     session, sent = Session(folder, ("other",)), sinks["other"]
     for _ in range(4):
         session.take()

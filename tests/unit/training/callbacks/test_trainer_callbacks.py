@@ -66,7 +66,7 @@ class Told:
 
 
 @pytest.fixture
-async def told(tmp_path):
+async def start_callback(tmp_path):
     made = []
 
     async def begin(callback: Any, begun: bool = True, **facts: Any) -> Told:
@@ -81,9 +81,9 @@ async def told(tmp_path):
         each.callbacks.close()
 
 
-async def test_callbacks_get_trainer_args_state_and_metrics(told, tmp_path):
+async def test_callbacks_get_trainer_args_state_and_metrics(start_callback, tmp_path):
     recording = Recording()
-    one = await told(recording)
+    one = await start_callback(recording)
     await one.step(loss=0.5, num_tokens=30.0)
     await one.evaluate(reward=1.0, eval_loss=2.0)
     args, state, given = recording.given["on_step_end"]
@@ -113,10 +113,10 @@ async def test_callbacks_get_trainer_args_state_and_metrics(told, tmp_path):
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_log"])
-async def test_control_is_passed_on(told, event):
-    stopping = await told(Recording(**{event: "should_training_stop"}))
-    saving = await told(Recording(**{event: "should_save"}))
-    evaluating = await told(Recording(**{event: "should_evaluate"}))
+async def test_control_is_passed_on(start_callback, event):
+    stopping = await start_callback(Recording(**{event: "should_training_stop"}))
+    saving = await start_callback(Recording(**{event: "should_save"}))
+    evaluating = await start_callback(Recording(**{event: "should_evaluate"}))
     for one in (stopping, saving, evaluating):
         await one.step(loss=1.0)
     assert stopping.callbacks.stop.by == "Recording"
@@ -128,12 +128,12 @@ async def test_control_is_passed_on(told, event):
 # --- real ones
 
 
-async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
-    one = await told(EarlyStoppingCallback(early_stopping_patience=2))
+async def test_exported_state_and_the_best_metric_continue_over_a_resume(start_callback):
+    one = await start_callback(EarlyStoppingCallback(early_stopping_patience=2))
     for reward in (2.0, 1.0):
         await one.step()
         await one.evaluate(reward=reward)
-    again = await told(
+    again = await start_callback(
         EarlyStoppingCallback(early_stopping_patience=2),
         begun=False,
         step=2,

@@ -189,7 +189,7 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     assert (layout == "in answer tags") is (reward is tagged), "the way that earns most"
 
 
-def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
+def test_check_refuses_what_training_would_refuse(tmp_path: Path):
     with pytest.raises(TaskError, match="not found"):
         check(str(tmp_path / "no.py"))
     with pytest.raises(TaskError, match="asks for `target`"):
@@ -198,7 +198,7 @@ def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
         check(task(), PLAIN, overrides=["training.lerning_rate=1"])
 
 
-def given(tmp_path: Path, *rows: Any) -> str:
+def completions_file(tmp_path: Path, *rows: Any) -> str:
     file = tmp_path / "given.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return str(file)
@@ -206,7 +206,7 @@ def given(tmp_path: Path, *rows: Any) -> str:
 
 def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
     red = [{"prompt": "Say red.", "completion": word} for word in ("red", "blue")]
-    source = given(tmp_path, *red, {"example": 2, "completion": "black"})
+    source = completions_file(tmp_path, *red, {"example": 2, "completion": "black"})
     report = check(task(), PLAIN, completions=source)
     said = by_name(report)["given completions"]
     assert said.data["mean"] == pytest.approx(1 / 3)
@@ -217,14 +217,16 @@ def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "remedy"), [(["blue"], "stop_when"), (["blue", "grey", "pink", "tan"], "warm_up")]
 )
-def test_what_keeps_given_completions_from_teaching_is_told(tmp_path: Path, words, remedy):
+def test_check_says_why_given_completions_would_not_teach(tmp_path: Path, words, remedy):
     rows = [{"prompt": "Say red.", "completion": word} for word in words * (8 // len(words))]
     said = by_name(
         check(
-            task(), PLAIN, completions=given(tmp_path, *rows, {"example": 1, "completion": "green"})
+            task(),
+            PLAIN,
+            completions=completions_file(tmp_path, *rows, {"example": 1, "completion": "green"}),
         )
     )
     assert said["given completions"].data["groups/distinct"] == len(words) / 8
     assert remedy in said["given completions"].remedy
-    alone = by_name(check(task(), PLAIN, completions=given(tmp_path, *rows)))
+    alone = by_name(check(task(), PLAIN, completions=completions_file(tmp_path, *rows)))
     assert ("given: solved" in said, "given: solved" in alone) == (False, True)

@@ -48,7 +48,7 @@ def test_cases_are_gold_and_wrong_ones():
     assert len(cases[-1].text) > 0.9 * LONG_CHARACTERS
 
 
-def test_what_is_right_for_this_row_is_not_tried_as_wrong():
+def test_other_gold_answers_that_are_right_for_a_row_are_not_tried_as_wrong():
     answers = (["Yes", "y"], "YES", "Y", "no")
     first, *others = rows(*({"answer": each} for each in answers))
     cases = cases_of(first, others, Gold("answer", "as plain text"))

@@ -64,7 +64,7 @@ def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
     assert "gold_completion" in said.remedy
 
 
-def test_parts_are_told_apart_with_their_share_of_none():
+def test_parts_are_distinguished_with_their_share_of_none():
     given = [
         verdict("gold", 1.0, right=1.0, form=0.5, never=None),
         verdict("empty", 0.5, right=None, form=0.5, never=None),

@@ -125,7 +125,7 @@ async def test_a_learner_with_another_temperature_is_found_by_the_gap(tmp_path: 
     (0.002, "tf32", "ok"), (0.09, "bfloat16", "warning"), (0.16, "bfloat16", "problem"),
     (float("nan"), "bfloat16", "problem"),
 ])  # fmt: skip
-def test_what_rounding_explains_depends_on_the_number_format(gap, dtype, level):
+def test_the_accepted_gap_depends_on_the_number_format(gap, dtype, level):
     assert judge_gap([(-1.0, -2.0)], [(-1.0 - gap, -2.0 + gap)], dtype, "gap").level == level
 
 

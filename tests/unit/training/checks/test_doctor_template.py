@@ -46,7 +46,7 @@ def test_a_generation_prompt_that_an_answer_does_not_begin_with_breaks_the_prefi
     assert said.data == {"prompt": "<think>", "with_answer": "It makes five.<eos>"}
 
 
-def test_a_template_that_removes_earlier_thoughts_is_told():
+def test_a_template_that_removes_earlier_thoughts_is_reported():
     said = found(tokenizer(STRIPS_THOUGHTS))
     assert said["template prefix"].level == "ok"
     assert said["earlier turns"].level == "warning"
@@ -54,7 +54,7 @@ def test_a_template_that_removes_earlier_thoughts_is_told():
     assert thoughts.startswith(r"thoughts (from '<think>\nTwo and three.\n</think>")
 
 
-def test_templates_that_rewrite_earlier_answers_or_do_not_ask_for_one_are_told():
+def test_templates_that_rewrite_earlier_answers_or_do_not_ask_for_one_are_reported():
     kept = "(message['content'] if loop.last else '...')"
     shouting = CHAT_TEMPLATE.replace("message['content']", kept)
     assert "answers" in found(tokenizer(shouting))["earlier turns"].measured

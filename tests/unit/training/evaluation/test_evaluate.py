@@ -57,7 +57,7 @@ class CountingScorer:
         pass
 
 
-def asked(prompts=3, samples=2, **changes) -> HeldOut:
+def held_out_set(prompts=3, samples=2, **changes) -> HeldOut:
     texts = ["ask a", "ask b", "ask c", "ask d"][:prompts]
     examples = tuple(Example(10 + i, text, {"key": i}) for i, text in enumerate(texts))
     ids = tuple(tuple(TOKENIZER(text)["input_ids"]) for text in texts)
@@ -84,16 +84,16 @@ async def answers(held_out: HeldOut, sampler=None, scorer: Any = None, **more) -
 async def test_two_policies_get_the_same_seeds():
     first, second = FakeSampler(), FakeSampler()
     second.table[1] = 3.0
-    await answers(asked(), first)
-    await answers(asked(), second)
+    await answers(held_out_set(), first)
+    await answers(held_out_set(), second)
     assert [each.seeds for each in first.requests] == [each.seeds for each in second.requests]
     seeds = [seed for each in first.requests for seed in each.seeds]
     assert len(set(seeds)) == 6
 
 
 async def test_failures_are_no_low_rewards():
-    whole = await answers(asked())
-    result = await answers(asked(), scorer=CountingScorer({(0, 0), (1, 0), (1, 1)}))
+    whole = await answers(held_out_set())
+    result = await answers(held_out_set(), scorer=CountingScorer({(0, 0), (1, 0), (1, 1)}))
     of_10, of_12 = whole.rows[1]["reward"], (whole.rows[4]["reward"] + whole.rows[5]["reward"]) / 2
     assert result.metrics["reward"] == pytest.approx((of_10 + of_12) / 2), "a prompt counts once"
     assert result.metrics["rollouts/failed"] == 3.0
@@ -114,7 +114,7 @@ class MixtureScorer(CountingScorer):
 
 
 async def test_an_interval_of_one_task_stands_on_its_own_prompts():
-    plain = asked(prompts=4)
+    plain = held_out_set(prompts=4)
     labelled = [
         replace(each, columns={**each.columns, **({"task": "sums"} if each.index != 11 else {})})
         for each in plain.prompts.examples
@@ -146,7 +146,9 @@ async def test_the_vote_on_a_task_counts_answers_however_they_were_found():
     task, config = load_task("math"), View({"task": {}})
     scorer = InProcessScorer(task.rubric(config, None), lambda *_: {})
     one = Example(0, "2+2?", {"answer": "4"})
-    held = asked(samples=3, prompts=1, has_metrics=False, rollouts=Single(lambda ids: said[ids[0]]))
+    held = held_out_set(
+        samples=3, prompts=1, has_metrics=False, rollouts=Single(lambda ids: said[ids[0]])
+    )
     held = replace(held, prompts=replace(held.prompts, examples=(one,)))
     result = await answers(held, Scripted(), scorer)
     await scorer.close()
@@ -157,8 +159,8 @@ async def test_the_vote_on_a_task_counts_answers_however_they_were_found():
 async def test_before_and_after_are_compared_prompt_by_prompt():
     good = FakeSampler()
     good.table[1] = 6.0
-    before = await answers(asked(), scorer=CountingScorer({(0, 0), (0, 1)}))
-    after = await answers(asked(), good)
+    before = await answers(held_out_set(), scorer=CountingScorer({(0, 0), (0, 1)}))
+    after = await answers(held_out_set(), good)
     found = compare_before_after(before, after)
     assert found["prompts"] == 2, "those that both have"
     assert found["rises"]
@@ -180,11 +182,11 @@ class UnmeasuredScorer(CountingScorer):
 
 async def test_where_the_tasks_own_metrics_fail_all_else_stands():
     told: list[RewardWorkerError] = []
-    result = await answers(asked(), scorer=UnmeasuredScorer(), on_metrics_failed=told.append)
-    whole = await answers(asked())
+    result = await answers(held_out_set(), scorer=UnmeasuredScorer(), on_metrics_failed=told.append)
+    whole = await answers(held_out_set())
     assert [str(error) for error in told] == ["compute_metrics raised ValueError"]
     assert result.rows == whole.rows
     assert set(whole.metrics) - set(result.metrics) == {"accuracy"}
     assert result.details == {}
     with pytest.raises(RewardWorkerError, match="raised ValueError"):
-        await answers(asked(), scorer=UnmeasuredScorer())
+        await answers(held_out_set(), scorer=UnmeasuredScorer())

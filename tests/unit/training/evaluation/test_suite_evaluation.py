@@ -1,7 +1,7 @@
 """Suites asked by a program that does as lighteval does.
 
 1. A result says what was found, of what, by whom, how surely; it is written at once and never overwritten.
-2. An answer that did not come is no wrong answer: the suite fails, and the others are kept.
+2. An answer that did not come is not a wrong answer: the suite fails, and the others are kept.
 3. The key is in the environment of the program, and nowhere else.
 4. Whatever was begun ends: at a time limit, by a signal, with a killed parent.
 """
@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(service: Service, *suites: str, **given: Any) -> SuiteRequest:
+def suite_request(service: Service, *suites: str, **given: Any) -> SuiteRequest:
     return SuiteRequest(suites, endpoint=service.url, endpoint_model="org/tiny", **given)
 
 
@@ -71,7 +71,7 @@ def read(path: Path) -> Any:
 
 
 def test_results_are_written_and_never_overwritten(service, here):
-    wanted = asked(
+    wanted = suite_request(
         service, "aime24", samples_per_prompt=2, temperature=0.6, max_new_tokens=50, top_p=0.9
     )
     found = evaluate_suites(wanted)
@@ -94,7 +94,7 @@ def test_results_are_written_and_never_overwritten(service, here):
     for body in service.asked:
         assert (body["n"], body["max_completion_tokens"]) == (2, 50)
         assert (body["temperature"], body["top_p"]) == (0.6, 0.9)
-    again = evaluate_suites(asked(service, "aime24", max_prompts=3))
+    again = evaluate_suites(suite_request(service, "aime24", max_prompts=3))
     assert again.summary["metrics"] == {"aime24/pass@1": 1.0}
     assert file.read_bytes() == before
     assert read(here / "results/aime24-org_tiny-2.json")["prompts"] == 3
@@ -109,7 +109,9 @@ def test_answers_that_do_not_come_are_no_wrong_answers(service, here):
         return JSONResponse({"error": error}, 400) if number == 1 else None
 
     service.interfere = refuse
-    found = evaluate_suites(asked(service, "math_500", "aime25", output=here / "out/all.json"))
+    found = evaluate_suites(
+        suite_request(service, "math_500", "aime25", output=here / "out/all.json")
+    )
     assert "1 of 4 questions" in found.failed["math_500"]
     content = read(here / "out/all.json")
     assert content["metrics"] == {"aime25/pass@1": 0.75}
@@ -207,6 +209,6 @@ def test_invalid_suite_options_are_refused(words, told, capsys):
     ({"endpoint_model": "my-o1-model"}, "under another name"), ({"samples_per_prompt": 2}, "need a temperature above 0"),
     ({"policy": "mine"}, "serves what it was started with"), ({"endpoint": "http://me:secret@x"}, "Keys come only from the environment"),
 ])  # fmt: skip
-def test_what_an_endpoint_cannot_be_asked_is_refused(given, told):
+def test_settings_that_an_endpoint_does_not_support_are_refused(given, told):
     with pytest.raises(UsageError, match=told):
         SuiteRequest(("math_500",), **{"endpoint": "http://x", "endpoint_model": "m", **given})

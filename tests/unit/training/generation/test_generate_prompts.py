@@ -38,7 +38,7 @@ def test_text_becomes_a_users_message_or_is_continued(rows: Any) -> None:
     assert read.items[1].prompt == [own, user("hi")]
 
 
-def test_words_of_the_assistant_at_the_end_are_gone_on_with_or_left_out(rows: Any) -> None:
+def test_words_of_the_assistant_at_the_end_are_continued_or_left_out(rows: Any) -> None:
     begun = [user("hi"), {"role": "assistant", "content": "ho"}]
     read = rows([{"messages": begun}], prompt_column="messages", system_prompt="s")
     assert read.items[0].prompt == [{"role": "system", "content": "s"}, *begun]
@@ -48,7 +48,7 @@ def test_words_of_the_assistant_at_the_end_are_gone_on_with_or_left_out(rows: An
     assert rows([{"messages": begun[:1]}], prompt_column="messages").ending_with_assistant == 0
 
 
-def test_what_the_template_receives_belongs_to_what_is_asked(rows: Any) -> None:
+def test_template_arguments_are_part_of_the_key_of_a_prompt(rows: Any) -> None:
     same, other = {"prompt": "hi", "chat_template_kwargs": {"a": 1}}, {"prompt": "hi", "tools": []}
     keyed = [item.key for item in rows([{"prompt": "hi"}, same, other]).items]
     assert len(set(keyed)) == 3

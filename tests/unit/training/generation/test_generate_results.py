@@ -82,7 +82,7 @@ def test_rows_train_as_conversations_or_as_text(tmp_path: Path) -> None:
     assert (text.prompt, text.completion) == ("continue", "new")
 
 
-def test_what_did_not_come_to_its_end_does_not_train_unless_wanted(tmp_path: Path) -> None:
+def test_truncated_answers_train_only_with_keep_truncated(tmp_path: Path) -> None:
     given: Given = {
         "k0": [("half", "length"), ("  ", "stop"), ("bad", "content_filter"), ("good", None)]
     }
@@ -118,7 +118,7 @@ def test_rows_are_kept_for_their_best_generation(tmp_path: Path) -> None:
     assert counts.summary["reward"]["mean_of_best"] == (1.0 + 0.4 + 2.0) / 3
 
 
-def test_what_trained_stays_where_nothing_could_be_scored(tmp_path: Path) -> None:
+def test_the_training_file_is_kept_if_no_answer_could_be_scored(tmp_path: Path) -> None:
     items = [item(n) for n in range(3)]
     _, _, before = results(tmp_path, items, ANSWERS, SCORES, min_reward=0.5, **SCORED)
     broken: dict[str, list[float | None]] = {key: [None] * 3 for key in SCORES}

@@ -29,7 +29,7 @@ def written(path: Path) -> Answers:
     return answers
 
 
-def test_what_all_answers_have_cost_and_whose_they_are(tmp_path: Path) -> None:
+def test_usage_totals_and_orphaned_answers_are_counted(tmp_path: Path) -> None:
     answers = written(tmp_path / "a.jsonl")
     assert answers.usage_totals == UsageTotals(3, Usage(15, 8))
     assert [answers.count_orphans(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
@@ -75,7 +75,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     written(path)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], b'{"key": 1}', *lines[1:]]))
-    with pytest.raises(StoreError, match="line 2 is no answer"):
+    with pytest.raises(StoreError, match="line 2 is not an answer"):
         Answers().read(path)
 
 

@@ -52,7 +52,7 @@ def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any]) -> None:
+def test_it_continues_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any]) -> None:
     fates = ((0, lost()), (4, lost("unknown_parts")), (4, lost()), (8, lost()), (9, None))
     tried = Tried(tmp_path, *fates)
     assert run_with_auto_resume(tried.begin, StartMode(init_from="base"), tried.loaded) == "done"

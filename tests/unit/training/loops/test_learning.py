@@ -225,7 +225,7 @@ def test_other_rows_cost_nothing_where_each_token_has_its_own_ratio():
     assert others_of(learner.rows[1]) == [None, (3, 1.5, 0.0), (2, 0.0, 0.0)]
 
 
-def said(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[Any]]:
+def noted_logprobs(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[Any]]:
     """What is noted of the segments of each group."""
     weights = make(name, {}).credits(groups)
     return [
@@ -234,12 +234,12 @@ def said(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[
     ]
 
 
-def test_what_the_first_pass_found_is_noted():
+def test_log_probabilities_of_the_first_pass_are_recorded():
     """The second update of the step is by other weights; both groups of it are passed twice."""
     groups = [*STEP, in_two_rows(3)]
     learner, learned = learnt(groups, "grpo", minibatches=2, num_iterations=3)
     assert learner.calls == ["gradient", "update"] * 6
     assert learner.asked == 2
-    assert said(groups, learned, "grpo") == [
+    assert noted_logprobs(groups, learned, "grpo") == [
         [(-1.0, -1.0)] * 2, [None] * 2, [*[(-2.0,) * 3] * 2, None], [(-2.0, -2.0), (-2.0, -2.0), (-2.0,) * 3],
     ]  # fmt: skip

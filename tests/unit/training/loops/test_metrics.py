@@ -78,7 +78,7 @@ def test_outcomes_and_lengths_are_of_all():
     assert found["only_here"] == 7.0
 
 
-def test_what_others_said_is_no_length_of_completions():
+def test_tokens_of_the_environment_do_not_count_in_completion_lengths():
     written = Segment("policy", (1, 2), (0.0, 0.0), finish_reason="stop")
     said = [written, Segment("environment", (3,) * 10), written]
     found = group_metrics([group(replace(rollout(0, 1, 1.0), segments=tuple(said)))])

@@ -63,7 +63,7 @@ def test_prompts_are_paired_by_content_whatever_their_order(tmp_path):
     assert metric(found, "accuracy").change is None
 
 
-def test_what_was_not_scored_is_left_out_and_told(tmp_path):
+def test_unscored_answers_are_left_out_and_counted_in_a_note(tmp_path):
     a = a_file(tmp_path, "a", {"p": [None], "q": [1.0]})
     b = a_file(tmp_path, "b", {"p": [1.0], "q": [0.0]})
     found = compare_references(a, b)
@@ -125,7 +125,7 @@ def test_a_run_is_its_evaluation_after_training_and_its_curve(runs):
     assert "algorithm.type" in gone, "a file that was removed does not hide the run"
 
 
-def test_what_was_not_recorded_may_stand_in_a_result_file(runs):
+def test_unrecorded_evaluations_are_found_in_result_files(runs):
     with pytest.raises(RunNotFoundError, match=r"no evaluation after 3 .*a@0 .*a@2"):
         compare_references("a", "a@3", runs)
     written = Path(a_file(runs / "a" / "results", "a@3", {"p": [0.7]}))

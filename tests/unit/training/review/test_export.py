@@ -114,7 +114,7 @@ def test_a_failure_leaves_what_was_there(runs, tmp_path):
     assert names(output) == before
 
 
-def test_code_of_a_recorded_base_runs_for_nobody_who_has_not_said_so(runs):
+def test_code_of_a_recorded_base_runs_only_with_consent(runs):
     recorded = {"name": "tiny", "trust_remote_code": True, "adapter": "somewhere"}
     with pytest.raises(ModelError, match="--trust-remote-code"):
         recorded_base(recorded)

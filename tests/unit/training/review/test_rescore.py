@@ -127,7 +127,7 @@ def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
         ("nothing", "no reward applied", False),
     ],
 )
-def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, broken):
+def test_a_reward_that_scores_nothing_is_reported_with_its_reason(runs, name, why, broken):
     found = judged(runs, name)
     assert (found.overall.scored, found.overall.failed, found.exit_code) == (0, 24, 1)
     assert found.failed_rewards == ((name,) if broken else ())

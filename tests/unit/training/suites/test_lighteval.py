@@ -14,7 +14,7 @@ from tests.fake_lighteval import write
 LOG = "log.txt"
 
 
-def left(folder: Path, suite: str, *scores: float, does: str | None = None) -> None:
+def write_results(folder: Path, suite: str, *scores: float, does: str | None = None) -> None:
     rows: list[Any] = [
         {"id": str(number), "prompt": "?", "texts": ["x"], "score": score}
         for number, score in enumerate(scores)
@@ -25,7 +25,7 @@ def left(folder: Path, suite: str, *scores: float, does: str | None = None) -> N
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_share_of_right_answers_is_found(tmp_path, suite):
-    left(tmp_path, suite, 1.0, 0.5, 0.0)
+    write_results(tmp_path, suite, 1.0, 0.5, 0.0)
     marks = read_scores(SUITES[suite], tmp_path, tmp_path / LOG)
     assert marks.value == 0.5
     assert marks.scores == {"0": 1.0, "1": 0.5, "2": 0.0}
@@ -38,13 +38,13 @@ def test_the_share_of_right_answers_is_found(tmp_path, suite):
     ("other", "0.987, which is not the mean of its single marks"),
 ])  # fmt: skip
 def test_unreadable_results_of_lighteval_are_refused(tmp_path, does, told):
-    left(tmp_path, "math_500", 1.0, 0.0, does=does)
+    write_results(tmp_path, "math_500", 1.0, 0.0, does=does)
     with pytest.raises(RunError, match=told):
         read_scores(SUITES["math_500"], tmp_path, tmp_path / LOG)
 
 
-def test_details_that_lack_are_told(tmp_path):
-    left(tmp_path, "lcb", 1.0)
+def test_details_that_lack_are_reported(tmp_path):
+    write_results(tmp_path, "lcb", 1.0)
     for file in (tmp_path / "out/details").rglob("*.parquet"):
         file.unlink()
     with pytest.raises(RunError, match="ValueError"):

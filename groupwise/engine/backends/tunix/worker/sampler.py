@@ -28,7 +28,7 @@ BLOCK = 128
 NARROWEST = 256
 """Width of the narrowest prompts: below it, padding costs less than computing groups of different widths one after another."""
 STOPS = 4
-"""The number of stop tokens is padded to a multiple of this, with ids that are no tokens."""
+"""The number of stop tokens is padded to a multiple of this, with ids that are not tokens."""
 FINENESS = 3
 """Loops are compiled for eighths of the next power of two, so that turns with less and less room for tokens need few loops."""
 

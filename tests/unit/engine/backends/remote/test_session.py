@@ -144,7 +144,7 @@ async def test_files_go_to_and_fro_whole_and_nowhere_else(
         await session.run(session.download("there", tmp_path))
 
 
-async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
+async def test_a_cancelled_call_is_given_up_before_the_next_one_is_sent(
     pair_of: Callable[..., Pair],
 ) -> None:
     pair = await asyncio.to_thread(pair_of)

@@ -32,7 +32,7 @@ CREDITED = tuple(
     row(each.completion_ids, each.mask, 0.0, 1.0, credits=credits)
     for each, credits in zip(ROWS, ((1.0, 3.0, -0.5), (0.25, -2.0)), strict=True)
 )
-GIVEN = {
+GIVEN_LOSSES = {
     surrogate: from_spec(LossSpec("given", {"surrogate": surrogate}))
     for surrogate in ("log_probability", "ratio", "clipped_ratio", "clipped_weight")
 }
@@ -43,10 +43,10 @@ NAMED: dict[str, tuple[Loss, str, tuple[Row, ...]]] = {
     "dapo": (make("dapo", {}), "ppo", ROWS),
     "reinforce_pp": (make("reinforce_pp", {}), "ppo", ROWS),
     "cispo": (make("cispo", {"epsilon_high": 0.2}), "cispo", ROWS),
-    "given log_probability": (GIVEN["log_probability"], "cross_entropy", CREDITED),
-    "given ratio": (GIVEN["ratio"], "importance_sampling", CREDITED),
-    "given clipped_ratio": (GIVEN["clipped_ratio"], "ppo", CREDITED),
-    "given clipped_weight": (GIVEN["clipped_weight"], "cispo", CREDITED),
+    "given log_probability": (GIVEN_LOSSES["log_probability"], "cross_entropy", CREDITED),
+    "given ratio": (GIVEN_LOSSES["ratio"], "importance_sampling", CREDITED),
+    "given clipped_ratio": (GIVEN_LOSSES["clipped_ratio"], "ppo", CREDITED),
+    "given clipped_weight": (GIVEN_LOSSES["clipped_weight"], "cispo", CREDITED),
 }
 
 

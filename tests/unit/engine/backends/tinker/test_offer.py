@@ -51,7 +51,7 @@ def test_skyrl_says_its_losses_and_fields() -> None:
         ("mean", {"training": {"max_grad_norm": None}, "lora": {"target_modules": ["lm_head"]}}, ["target_modules"]),
     ],
 )  # fmt: skip
-def test_what_has_no_effect_is_refused(
+def test_settings_without_effect_on_the_service_are_refused(
     reduction: str | None, settings: dict[str, Any], keys: list[str]
 ) -> None:
     config = load_config({"model": {"name": "tiny", "backend": "tinker"}, **settings}).config

@@ -211,7 +211,7 @@ async def test_a_step_is_one_loss_by_name_and_one_update(
 @pytest.mark.parametrize(
     ("metrics", "norm"), [({"optim/unclipped_grad_l2:mean": 2.0}, 2.0), ({"x": 1.0}, None), (None, None)]
 )  # fmt: skip
-async def test_the_norm_is_told_if_the_service_tells_it(
+async def test_the_gradient_norm_is_reported_if_the_service_returns_it(
     package: FakePackage, tmp_path: Path, metrics: Any, norm: float | None
 ) -> None:
     package.metrics = metrics
@@ -299,7 +299,7 @@ async def test_a_gradient_that_must_not_be_used_is_not(
     await step(learner)
 
 
-async def test_a_checkpoint_names_a_state_from_which_training_goes_on(
+async def test_a_checkpoint_names_a_state_from_which_training_continues(
     package: FakePackage, tmp_path: Path
 ) -> None:
     first, folders = learner_in(tmp_path), [tmp_path / name for name in "abc"]
@@ -333,7 +333,9 @@ async def test_a_run_starts_from_the_state_that_its_adapter_names(
     assert package.calls[1] == ("create_training_client_from_state", path)
 
 
-async def test_what_is_published_is_what_is_sampled(package: FakePackage, tmp_path: Path) -> None:
+async def test_a_published_policy_is_the_one_that_is_sampled(
+    package: FakePackage, tmp_path: Path
+) -> None:
     connection, published = connected(), cast("dict[str, Any]", {})
     learner = TinkerLearner(connection, LoraConfig(), 0, "r", tmp_path, published)
     sampler = TinkerSampler(connection, FakeTokenizer(), published)

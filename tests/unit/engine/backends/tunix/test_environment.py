@@ -63,7 +63,7 @@ def test_without_one_it_is_said_how_to_make_it(
         python()
 
 
-def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version(
+def test_it_is_made_once_with_what_the_device_needs_and_again_for_another_version(
     pip: Pip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/another")
@@ -85,7 +85,7 @@ def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version
     assert {each.name for each in home().iterdir()} == {LOCK, MADE, python().parent.parent.name}
 
 
-def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
+def test_a_failed_rebuild_leaves_the_previous_environment(pip: Pip) -> None:
     pip.code = 1
     with pytest.raises(UsageError, match="no network"):
         install("cpu", say=False)
@@ -160,7 +160,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     return make
 
 
-def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
+def test_devices_that_do_not_open_are_reported_and_not_waited_for_for_ever(
     answering: Callable[..., Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = answering(TimeoutError(), TimeoutError())

@@ -36,7 +36,7 @@ KEYS, VALUES = "self_attn.k_proj", "self_attn.v_proj"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_fits_and_layers_that_are_one_weight_are_adapted_together(
+def test_checkpoints_of_transformers_fit_and_fused_layers_are_adapted_together(
     family: str,
 ) -> None:
     text = text_of(family)
@@ -78,7 +78,7 @@ LAYERS = [*["sliding_attention"] * 5, "full_attention", "full_attention"]
         ("llama", "model_type", "gpt_neox", "no models of the type 'gpt_neox'; it has: gemma3_text"),
     ],
 )  # fmt: skip
-def test_what_tunix_does_not_compute_is_refused(
+def test_models_that_tunix_does_not_compute_are_refused(
     family: str, key: str, value: Any, tunix: str
 ) -> None:
     with pytest.raises(ModelError, match=tunix) as error:

@@ -84,7 +84,7 @@ def test_calls_are_answered_each_by_its_own(worker: WorkerProcess) -> None:
     assert os.getpgid(worker.pid) != os.getpgid(0)
 
 
-def test_a_call_that_nobody_awaits_is_withdrawn(worker: WorkerProcess) -> None:
+def test_a_call_without_a_waiter_is_withdrawn(worker: WorkerProcess) -> None:
     async def give_up() -> None:
         waits = asyncio.create_task(worker.call(Restore(folder="never")))
         await asyncio.sleep(0)
@@ -96,7 +96,7 @@ def test_a_call_that_nobody_awaits_is_withdrawn(worker: WorkerProcess) -> None:
     assert worker.call_now(Look())["withdrawn"] == [1]
 
 
-def test_its_end_is_told_with_its_last_words(worker: WorkerProcess) -> None:
+def test_its_end_is_reported_with_its_last_words(worker: WorkerProcess) -> None:
     worker.tell(Restore(folder="never"))  # for which nobody waits
     for _ in range(2):  # also by calls that come later
         with pytest.raises(RunError, match=r"(?s)exit code 3.*on fire"):

@@ -66,7 +66,7 @@ def test_it_computes_what_transformers_does(name, changes, tmp_path):
         torch.testing.assert_close(parameter.grad, gradients[1][key].grad, atol=1e-5, rtol=1e-4)
 
 
-def test_what_our_modules_may_not_be_for_is_left_to_transformers(tmp_path):
+def test_models_that_our_modules_do_not_support_are_left_to_transformers(tmp_path):
     """Another kind of positions, a stored head that the config ties, and files that lack something: it knows, or says what is wrong."""
     assert not isinstance(load_base(model_of(tmp_path / "yarn", "llama-yarn"), "float32"), CausalLM)
     config = model_of(tmp_path / "tied", "llama-mha-tied")
@@ -101,7 +101,7 @@ def rows_adapter(model, **settings) -> TrainedAdapter:
 @pytest.mark.parametrize(
     "settings", [{"dropout": 0.5}, {"target_modules": ("q_proj", "up_proj", "lm_head")}], ids=str
 )
-async def test_what_the_native_engine_does_not_compute_is_learnt_by_modules(
+async def test_settings_that_the_native_engine_lacks_are_learnt_by_modules(
     settings, recomputed, tmp_path
 ):
     """The results equal those of transformers' modules, to rounding."""

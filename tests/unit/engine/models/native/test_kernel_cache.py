@@ -143,7 +143,7 @@ def test_kernels_that_are_saved_are_called_by_no_other():
         assert saved.isdisjoint(one for one in called if isinstance(one, Dispatcher)), each
 
 
-def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkeypatch):
+def test_kernels_compiled_from_other_sources_are_deleted_and_not_loaded(folder, monkeypatch):
     monkeypatch.setattr(kernel_cache, "sources", lambda: "0" * 16)
     for numbers in (INTEGERS, FLOATS):
         is_loaded(numbers)
@@ -203,7 +203,7 @@ def test_two_that_begin_at_once_do_not_take_each_others_code(folder, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_of_two_processes_that_need_a_kernel_one_compiles_it(folder, monkeypatch):
+def test_only_one_of_two_processes_compiles_a_kernel(folder, monkeypatch):
     """The processes meet when both have found none."""
     processes = multiprocessing.get_context("fork")
     both, compiled = processes.Barrier(2, timeout=60), processes.SimpleQueue()
@@ -224,7 +224,7 @@ def test_of_two_processes_that_need_a_kernel_one_compiles_it(folder, monkeypatch
     assert path.suffix == ".nbc", "no lock is left"
 
 
-def test_what_was_saved_first_stays_although_another_process_did_not_wait(folder, monkeypatch):
+def test_the_first_saved_kernel_stays_if_another_process_did_not_wait(folder, monkeypatch):
     monkeypatch.setattr(kernel_cache, "LOCK_SECONDS", 0.0)
     saved: list[bytes] = []
     dumps = kernel_cache.dumps

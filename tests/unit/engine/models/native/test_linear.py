@@ -90,7 +90,7 @@ def test_in_bfloat16_many_rows_are_rounded_once_and_few_not_at_all(chosen, bias)
     torch.testing.assert_close(few.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_packed_is_a_copy_and_factors_are_read_when_asked():
+def test_packed_weights_are_a_copy_and_factors_are_read_at_each_call():
     linear = three_parts(torch.float32, bias=False)
     linear.pack()
     x = random(8, INPUTS, seed=2)

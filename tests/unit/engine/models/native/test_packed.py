@@ -29,7 +29,7 @@ def kind(request, monkeypatch) -> str:
     return request.param
 
 
-def given(kind: str, *shape: int, seed: int = 0) -> Tensor:
+def numbers_of(kind: str, *shape: int, seed: int = 0) -> Tensor:
     """Numbers in the format of a kind."""
     numbers = random(*shape, seed=seed)
     if kind == FLOATS:
@@ -85,16 +85,16 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
     [((), ()), ((16,), (0, 64)), ((3, 16, 5), (0, 20, 40, 64)), ((40,), (16, 48))],
 )
 def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
-    weight = given(kind, 64, 150) / 8
-    bias_O = given(kind, 64, seed=1) if bias else None
-    x = given(FLOATS, rows, 150, seed=2).to(weight.dtype)
+    weight = numbers_of(kind, 64, 150) / 8
+    bias_O = numbers_of(kind, 64, seed=1) if bias else None
+    x = numbers_of(FLOATS, rows, 150, seed=2).to(weight.dtype)
     parts = placed(kind, 150, ranks, columns)
     assert_exact(kind, packed(kind, weight, bias_O), weight, bias_O, x, parts)
 
 
 def test_several_threads_make_the_same_bits(kind):
-    weight = given(kind, 16 * 50 + 3, 30)
-    x = given(FLOATS, 16, 30, seed=2).to(weight.dtype)
+    weight = numbers_of(kind, 16 * 50 + 3, 30)
+    x = numbers_of(FLOATS, 16, 30, seed=2).to(weight.dtype)
     product = packed(kind, weight)
     low = product.low_rank(placed(kind, 30, (5, 7), (0, 400, 803)))
     wanted = product.product(x, low)
@@ -107,18 +107,18 @@ def test_several_threads_make_the_same_bits(kind):
 
 
 def test_a_row_is_the_same_among_any_others(kind):
-    weight = given(kind, 64, 150)
+    weight = numbers_of(kind, 64, 150)
     product = packed(kind, weight)
     low = product.low_rank(placed(kind, 150, (8, 8), (0, 32, 64)))
-    x = given(FLOATS, 40, 150, seed=2).to(weight.dtype)
+    x = numbers_of(FLOATS, 40, 150, seed=2).to(weight.dtype)
     whole = product.product(x, low)
     for rows in (8, 16, 24, 32):
         assert torch.equal(product.product(x[-rows:].contiguous(), low), whole[-rows:])
 
 
 def test_nan_and_infinity_are_not_hidden(kind):
-    weight = given(kind, 64, 150)
-    x = given(FLOATS, 8, 150).to(weight.dtype)
+    weight = numbers_of(kind, 64, 150)
+    x = numbers_of(FLOATS, 8, 150).to(weight.dtype)
     x[3, 7] = torch.nan
     found = packed(kind, weight).product(x, None)
     assert found[3].isnan().all()
@@ -170,7 +170,7 @@ def test_parts_are_done_beside_each_other(threads):
     in_parts(lambda *_: together.wait(), threads, least=1)
 
 
-def test_an_error_of_any_part_is_told(threads):
+def test_an_error_of_any_part_is_reported(threads):
     def work(first: int, last: int) -> None:
         if last == 12:
             raise ArithmeticError("the last part")

@@ -23,7 +23,7 @@ from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter
 from tests.unit.engine.models.native.families import adapted, family
 
-KEPT = {
+CACHED_KERNELS = {
     kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend", "quantize"),
     products: ("narrow", "product"),
     text_attention: ("forward", "backward", "finish"),
@@ -43,7 +43,7 @@ def called(monkeypatch) -> set[tuple[str, ...]]:
 
         return call
 
-    for module, names in KEPT.items():
+    for module, names in CACHED_KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, told(name, getattr(module, name)))
     return found

@@ -113,7 +113,7 @@ def test_mapped_whole_numbers_are_the_computed_ones(name, tmp_path, monkeypatch)
         assert torch.equal(ours.few(x), theirs.few(x))
 
 
-def test_what_is_written_to_mapped_weights_stays_in_the_process_and_is_computed_with(folder):
+def test_writes_to_mapped_weights_stay_private_and_take_effect(folder):
     cached(folder)
     before = [path.read_bytes() for path in files()]
     model = mapped(folder)

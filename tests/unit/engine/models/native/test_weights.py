@@ -125,7 +125,7 @@ def test_every_layer_must_be_a_plain_matrix_in_the_models_format(place):
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-mha-tied"])
-def test_the_models_own_modules_go_on_and_share_memory(name):
+def test_the_models_own_modules_continue_and_share_memory(name):
     model, untouched = family(name), family(name)
     native = NativeModel(model)
     native.pack()

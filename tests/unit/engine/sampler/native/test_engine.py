@@ -4,7 +4,7 @@ The one for GPUs runs here as it would run there without recordings ("graph") an
 
 1. What it computes is what transformers computes, for prompts and completions around every length at which it changes its ways.
 2. A row's logits are its own, to the bit: whatever the other rows, their order, their lengths, and what its place held before.
-3. A row that is no numbers spoils no other, and leaves nothing behind a reset.
+3. A row of NaN spoils no other row, and leaves nothing behind after a reset.
 4. New weights are computed with at once and entirely.
 """
 
@@ -441,7 +441,7 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, ki
     ],
     indirect=["kind"],
 )
-def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
+def test_new_weights_that_are_no_numbers_are_reported_and_good_ones_serve_again(
     tmp_path, adapter, part, kind
 ):
     """Not the weights from before under the new name, and not a mixture."""

@@ -136,7 +136,7 @@ def test_rows_of_a_prompt_share_its_pages():
     assert len(engine._free) == free
 
 
-def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
+def test_returned_logits_are_not_overwritten_by_the_next_token():
     graph = FakeCudaGraph()
     engine = engine_of(ServedModel(family("llama")), graph)
     with torch.inference_mode():

@@ -32,7 +32,7 @@ class Stream:
 
 
 @pytest.fixture
-def told(monkeypatch) -> list[str]:
+def recorded_steps(monkeypatch) -> list[str]:
     """What was done, in its order."""
     done: list[str] = []
 
@@ -58,35 +58,35 @@ def told(monkeypatch) -> list[str]:
     return done
 
 
-def test_a_computation_is_tried_apart_recorded_and_then_only_replayed(told):
+def test_a_computation_is_tried_apart_recorded_and_then_only_replayed(recorded_steps):
     result = torch.ones(2)
 
     def compute() -> torch.Tensor:
-        told.append("computed")
+        recorded_steps.append("computed")
         return result
 
     replay = cuda_graphs()(compute)
-    assert told == ["apart", "computed", "beside", "own", "computed", "recorded"]
+    assert recorded_steps == ["apart", "computed", "beside", "own", "computed", "recorded"]
     assert replay() is replay() is result
-    assert told[6:] == []
+    assert recorded_steps[6:] == []
 
 
-def test_recordings_share_memory_as_long_as_one_of_them_lives(told):
+def test_recordings_share_memory_as_long_as_one_of_them_lives(recorded_steps):
     record = cuda_graphs()
 
     def recorded() -> Any:
-        told.clear()
+        recorded_steps.clear()
         return record(lambda: torch.ones(2))
 
     first = recorded()
-    assert "own" in told
+    assert "own" in recorded_steps
     second = recorded()
-    assert "shared" in told
+    assert "shared" in recorded_steps
     del first
     third = recorded()
-    assert "shared" in told
+    assert "shared" in recorded_steps
     del second, third
     gc.collect()
     kept = recorded()
-    assert "own" in told, "memory of graphs that are gone is nobody's"
+    assert "own" in recorded_steps, "memory of graphs that are gone is nobody's"
     assert kept is not None

@@ -135,7 +135,7 @@ def test_stop_texts_with_min_tokens_are_not_sent_to_vllm():
         (SamplingParams(4, stop_token_ids=(2,), min_tokens=2), r"own end of text \(1\)"),
     ],
 )
-def test_what_vllm_does_otherwise_is_refused(params, told):
+def test_sampling_parameters_that_vllm_interprets_differently_are_refused(params, told):
     with pytest.raises(RunError, match=told):
         refuse_what_differs(params, END)
     refuse_what_differs(SamplingParams(4, 0.01, (1, 2), top_k=3, min_p=0.1, min_tokens=2), END)
@@ -213,7 +213,7 @@ def test_several_completions_of_several_prompts_are_read_in_their_order():
             read_all(wrong)
 
 
-def test_another_model_than_was_asked_is_no_policy():
+def test_an_answer_by_another_model_is_refused():
     with pytest.raises(PolicyMismatchError, match="'base'"):
         read(answer() | {"model": "base"})
 
@@ -221,7 +221,7 @@ def test_another_model_than_was_asked_is_no_policy():
 # --- stops
 
 
-def test_what_comes_after_a_stop_text_is_left_out():
+def test_tokens_after_a_stop_text_are_left_out():
     params = SamplingParams(9, stop=("bc",))
     stopped = read(answer((1, 2, 3, 4, 5), finish_reason="stop", stop_reason="bc"), params)
     assert stopped == Drawn((1, 2, 3), (-0.5,) * 3, "stop")
@@ -333,10 +333,10 @@ def changed(layer: int, value: int) -> str:
     [
         (None, "no experts"),
         ([1], "no experts"),
-        ("", "no NumPy array"),
-        ("!", "no NumPy array"),
-        (as_file(CHOSEN)[:-8], "no NumPy array"),
-        (as_file(numpy.array([{}]), pickled=True), "no NumPy array"),
+        ("", "not a NumPy array"),
+        ("!", "not a NumPy array"),
+        (as_file(CHOSEN)[:-8], "not a NumPy array"),
+        (as_file(numpy.array([{}]), pickled=True), "not a NumPy array"),
         (as_file(CHOSEN[:-1]), r"\(2, 3, 2\), where integers \(3, 3, 2\)"),
         (as_file(CHOSEN[:, [0, 2]]), r"\(3, 2, 2\), where"),
         (as_file(CHOSEN.astype(float)), "float64"),

@@ -15,21 +15,21 @@ def noisy(values, size, seed=0):
     return [value + generator.gauss(0, size) for value in values]
 
 
-def asked(answered, others=None, tolerance=0.1):
+def check_answers(answered, others=None, tolerance=0.1):
     check_logprobs("http://s/v1", "name", answered, TRUE, others or {}, tolerance)
 
 
 def test_rounding_is_no_reason():
     others = {NOT_APPLIED: noisy(TRUE, 0.01, 5), NOT_PROCESSED: noisy(TRUE, 0.3, 6)}
     for seed in range(200):
-        asked(noisy(TRUE, 0.02, seed + 10), others)
-    asked(TRUE, {NOT_APPLIED: TRUE, NOT_PROCESSED: TRUE})
+        check_answers(noisy(TRUE, 0.02, seed + 10), others)
+    check_answers(TRUE, {NOT_APPLIED: TRUE, NOT_PROCESSED: TRUE})
 
 
-def test_other_weights_are_told_by_their_distance():
+def test_other_weights_are_recognised_by_their_distance():
     with pytest.raises(PolicyMismatchError, match=r" 0\.\d+ nats .*logprob_tolerance is 0\.1"):
-        asked(noisy(TRUE, 0.5))
-    asked(noisy(TRUE, 0.5), tolerance=1.0)
+        check_answers(noisy(TRUE, 0.5))
+    check_answers(noisy(TRUE, 0.5), tolerance=1.0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_other_weights_are_told_by_their_distance():
 def test_the_likely_cause_is_named_also_within_the_tolerance(lacking, told):
     other = [value + 0.05 for value in TRUE]
     with pytest.raises(PolicyMismatchError, match=told):
-        asked(noisy(other, 0.005), {lacking: other})
+        check_answers(noisy(other, 0.005), {lacking: other})
 
 
 def test_numbers_that_are_none_never_pass():

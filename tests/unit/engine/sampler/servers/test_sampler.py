@@ -5,7 +5,7 @@
    to do; so is one that cannot load.
 3. A server that is started anew gets its adapter again, in the middle of a step too. A lost answer is asked for again.
 4. Of several servers the least loaded is asked; a dead one is left alone, and comes back by itself; without any the run ends.
-5. What is no answer ends the run, and is not asked for again.
+5. A response that is not an answer ends the run, and the request is not repeated.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learne
     assert server.adapters == []
 
 
-async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner, server):
+async def test_the_event_loop_continues_while_weights_are_read_and_hashed(learner, server):
     """Neither reading nor hashing ends before the loop says so; a fingerprint is asked for at each step, and computed once."""
     sampler = server_sampler([server.url], learner)
     local_policy: Any = sampler._local_policy
@@ -119,7 +119,7 @@ async def test_the_event_loop_goes_on_while_weights_are_read_and_hashed(learner,
     assert len(hashed) == 2
 
 
-async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_anew(
+async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_again(
     learner, server, tmp_path
 ):
     policy = await learner.publish(0)
@@ -259,7 +259,7 @@ async def test_without_any_server_the_run_ends_after_its_timeout(learner, server
     assert clock.slept[:4] == [1.0, 2.0, 4.0, 8.0]
 
 
-async def test_what_takes_too_long_is_asked_for_again(learner, server):
+async def test_a_request_that_exceeds_its_time_limit_is_repeated(learner, server):
     sampler = server_sampler([server.url], learner, timeout=3.0)
     await sampler.load(await learner.publish(0))
     hung, asked_again = [], asyncio.Event()
@@ -326,7 +326,7 @@ async def test_a_group_is_one_request_whose_seeds_may_be_left_to_the_server(lear
     assert len({each.token_ids for each in await seeded.generate(cold)}) == 1
 
 
-# --- what is no answer
+# --- responses that are not answers
 
 
 async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner, server):

@@ -123,7 +123,9 @@ def test_stop_tokens_take_effect_and_stop_texts_not_too_early() -> None:
         ({"min_tokens": 2, "stop_token_ids": (5,)}, "SGLang withholds the tokenizer's own end"),
     ],
 )
-def test_what_would_be_interpreted_differently_is_refused(pair, params, message) -> None:
+def test_sampling_parameters_that_sglang_interprets_differently_are_refused(
+    pair, params, message
+) -> None:
     _, sampler = pair
     with pytest.raises(RunError if "min_tokens" in params else UsageError, match=message):
         asyncio.run(sampler.generate(request(**params)))

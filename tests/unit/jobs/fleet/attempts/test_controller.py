@@ -84,7 +84,7 @@ def test_a_jump_of_the_databases_clock_ends_no_deadman_early() -> None:
     assert not looked_at(driving, ObservedState.RUNNING, None, now=20_000.0, **handle)
 
 
-def test_whatever_was_heard_but_that_its_supervisor_is_dead() -> None:
+def test_after_the_deadman_an_attempt_is_over_unless_its_supervisor_is_lost() -> None:
     """A launch of which nothing was heard may still be under way: where it arrives after its deadman, it begins nothing."""
     for recorded in (None, *ObservedState):
         assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not ObservedState.LOST)
@@ -106,7 +106,7 @@ def test_whatever_was_heard_but_that_its_supervisor_is_dead() -> None:
         (RunnerState.QUEUED, "slurm", None, ObservedState.QUEUED),
     ],
 )
-def test_of_what_an_engine_has_begun_the_files_say_something_else(
+def test_states_of_attempts_are_read_with_their_engine_and_process(
     state: RunnerState, engine: str | None, pid: int | None, reading: ObservedState
 ) -> None:
     ear = controller._MemberMonitor("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]

@@ -275,7 +275,7 @@ ENDS = [
         case(member(ObservedState.LOST, quiet=True), NO_RAM),
         failed(FailureClass.LAUNCH_FAILURE),
     ),
-    # running: a folder that vanished is no proof, a clean look is one
+    # running: a folder that vanished proves nothing, a complete report does
     (RUNNING, case(member(ObservedState.REBOOTED)), failed(FailureClass.REBOOT)),
     (RUNNING, case(member(ObservedState.LOST, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
     (RUNNING, case(member(ObservedState.VOIDED, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
@@ -328,7 +328,7 @@ def only(effects: tuple[Effect, ...]) -> Move:
 
 
 @pytest.mark.parametrize("code", sorted(refusals.OURS))
-def test_what_the_control_machine_does_not_have_is_no_word_of_a_machine(code: str) -> None:
+def test_files_missing_on_the_control_machine_are_not_blamed_on_the_host(code: str) -> None:
     refused = member(ObservedState.VOIDED, rejected=True, refusal=f"{code}: it is gone")
     move = only(decide(view(LAUNCHING, refused)))
     assert (move.outcome, move.failure) == (Outcome.VOID, FailureClass.NOT_PROVIDED)
@@ -349,7 +349,7 @@ def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
     assert move.evidence["rank"] == 1
 
 
-def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:
+def test_messages_of_a_scheduler_are_reported_and_do_not_blame_the_job() -> None:
     said = "job 7 of Slurm is cancelled, and it never began"
     gave_up = member(ObservedState.VOIDED, refusal=f"voided: {said}")
     end = only(decide(view(LAUNCHING, gave_up)))

@@ -166,7 +166,7 @@ def test_an_attempt_is_adopted_once(fleet: InProcessFleet, epoch: int) -> None:
     assert (renew("me"), adopt("other")) == ([], [])
 
 
-def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
+def test_a_lease_from_before_the_clock_was_set_back_delays_no_job(
     fleet: InProcessFleet, epoch: int
 ) -> None:
     def ends_in(time: float) -> None:
@@ -232,7 +232,7 @@ def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(fleet: InProcessFlee
     assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a1").quarantine_reason
 
 
-def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(fleet: InProcessFleet) -> None:
+def test_a_gpu_is_quarantined_only_after_reports_of_two_jobs(fleet: InProcessFleet) -> None:
     """It may print what it likes; a second one is believed."""
     for job in ("one", "one", "two"):
         if job == "two":
@@ -241,7 +241,7 @@ def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(fleet: InProcessFleet) 
     assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason
 
 
-def test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over(
+def test_a_jobs_report_on_a_gpu_raises_an_alarm_until_cleared_or_one_day_old(
     fleet: InProcessFleet,
 ) -> None:
     def told() -> list[Any]:
@@ -374,7 +374,7 @@ def test_a_program_that_no_machine_has_is_looked_for_once_on_each(fleet: InProce
     assert "never tried again" in job.failure_reason
 
 
-def test_what_another_attempt_has_is_waited_for_and_costs_nothing(
+def test_a_gpu_held_by_another_attempt_is_waited_for_without_using_retries(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restore that one may stand in no table, and run for days."""
@@ -415,7 +415,7 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     assert row(fleet, VM, VM.vm_id == vm_id).lost_at is None
 
 
-def test_nor_is_a_job_sent_again_to_the_gpu_or_slot_that_another_attempt_has(
+def test_a_retry_avoids_gpus_and_slots_held_by_other_attempts(
     fleet: InProcessFleet,
 ) -> None:
     """The next look may see nobody on the GPU: its holder has not come to use it."""

@@ -69,7 +69,7 @@ async def watch(rack: FakeHosts) -> AsyncIterator[MachineWatch]:
         made.remove(listener)
 
 
-async def test_silence_is_told_to_all_and_so_is_its_end(
+async def test_silence_is_reported_to_all_and_so_is_its_end(
     rack: FakeHosts, watch: MachineWatch
 ) -> None:
     one, two = Ear("job-1", 1), Ear("job-2", 2, machine_answers=False)

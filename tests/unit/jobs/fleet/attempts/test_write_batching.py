@@ -65,7 +65,7 @@ async def test_a_refused_write_does_not_fail_the_others_of_its_batch(
     assert [states(fleet)[each] for each in epochs] == expected
 
 
-async def test_a_commit_without_an_answer_is_said_to_all_and_done_again_by_nobody(
+async def test_an_unanswered_commit_is_reported_to_all_and_not_repeated(
     fleet: InProcessFleet, epochs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[None] = []

@@ -99,7 +99,7 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("calls", [1, 8])
-async def test_a_fetch_that_was_cut_off_goes_on(
+async def test_a_fetch_that_was_cut_off_continues(
     calls: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -119,7 +119,7 @@ SOAK_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("death", [10, 28, *(pytest.param(n, marks=SOAK) for n in SOAK_DEATHS)])
-async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
+async def test_a_crash_at_any_effect_leaves_a_state_from_which_another_continues(
     death: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -140,7 +140,7 @@ async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
 
 
 @pytest.mark.parametrize("torn", [50, 95])
-async def test_what_an_earlier_try_left_torn_is_fetched_again(
+async def test_partial_files_of_an_earlier_collection_are_fetched_again(
     torn: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -182,7 +182,7 @@ async def test_more_than_the_job_may_leave_is_not_fetched(
     assert not artefact_folder(place, JOB, output.epoch).exists()
 
 
-async def test_what_would_fill_the_disk_is_not_fetched(
+async def test_artefacts_that_would_fill_the_disk_are_not_fetched(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = begin(database, host)
@@ -281,7 +281,7 @@ def lock_of(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-async def test_a_full_disk_is_told_and_can_be_mended(
+async def test_a_full_disk_is_reported_and_can_be_mended(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
     output: MemberOutput = begin(database, host)

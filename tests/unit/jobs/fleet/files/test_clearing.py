@@ -187,9 +187,7 @@ def test_one_process_at_a_time_collects(disk: Disk, monkeypatch: pytest.MonkeyPa
     assert freed == [len(b"free")]
 
 
-def test_what_is_put_while_it_is_asked_what_is_named_stays(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blobs_added_during_a_collection_stay(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the collection takes: the next one may be a day later."""
     disk.job("one")
     put: list[str] = []
@@ -309,7 +307,7 @@ def test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too(disk: Disk) -
 # --- what is named --------------------------------------------------------------------------------
 
 
-def test_what_a_job_or_an_attempt_needs_is_named(database: Database) -> None:
+def test_blobs_that_jobs_or_attempts_need_are_named(database: Database) -> None:
     part = begin(database, WorkFolder())
     words = ("file", "resume", "smaller", "checkpoint", "waiting")
     file, resume, smaller, checkpoint, waiting = (entry(word.encode()) for word in words)

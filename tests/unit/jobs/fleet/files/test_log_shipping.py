@@ -195,7 +195,7 @@ async def test_a_line_that_is_refused_alone_is_left_out_and_its_place_says_so(
     assert len(caplog.records) == 1
 
 
-async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
+async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_continue(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused, fine = Log(database, logs, "refused", 1), Log(database, logs, "fine", 2)
@@ -216,7 +216,7 @@ async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
     assert posted.said("refused") == ["one", "two"]
 
 
-async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
+async def test_unread_output_blocks_nothing_and_is_not_lost(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("groupwise.jobs.fleet.files.log_shipping.TAKEN", 0.01)

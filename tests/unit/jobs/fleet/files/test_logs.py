@@ -122,7 +122,7 @@ async def test_two_mirrors_at_once_write_each_byte_once(
     assert written(logs, output) == host.log
 
 
-async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
+async def test_a_former_owner_of_the_attempt_reports_no_log(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
     output = begin(database, host)
@@ -137,7 +137,7 @@ async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
     assert offset_of(database, output) == 0
 
 
-def test_a_full_disk_is_told_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         path = make(disk, JOB, 1)
         append(path, 0, b"before")

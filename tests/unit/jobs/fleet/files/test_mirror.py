@@ -83,7 +83,7 @@ def later(tmp_path: Path) -> LaterStore:
     ("at", "side"),
     [("checkpoint.piece", "after"), ("checkpoint.blob", "before"), ("checkpoint.row", "before")],
 )
-async def test_what_a_mirror_needs_stays_however_long_it_takes(
+async def test_blobs_that_a_mirror_needs_survive_a_collection(
     database: Database, later: LaterStore, host: WorkFolder, at: str, side: Side
 ) -> None:
     """Also what another checkpoint had that is kept no more."""
@@ -146,7 +146,7 @@ async def test_a_torn_one_is_skipped(
 # --- of which somebody is told
 
 
-def told(database: Database) -> list[str]:
+def reported_reasons(database: Database) -> list[str]:
     """What the events say."""
     kind = "job.checkpoint_not_mirrored"
     said = database.run(lambda s: list(s.scalars(select(Event.detail).where(Event.kind == kind))))
@@ -158,7 +158,7 @@ def alarms(database: Database) -> list[str]:
     return [each["message"] for each in found if each["kind"] == "checkpoint_not_mirrored"]
 
 
-async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
+async def test_a_checkpoint_that_is_too_large_is_reported_until_another_comes(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
     """Not even its other files are fetched."""
@@ -168,14 +168,14 @@ async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
         host.checkpoint(f"outputs/c-{step}", step, config=b"small", weights=b"w" * 100)
         await mirror.mirror(output)
         assert (steps(database), host.read_bytes()) == ([], 0)
-    (why,) = told(database)
+    (why,) = reported_reasons(database)
     assert why.startswith("outputs/c-10 is not mirrored: outputs/c-10/weights: ")
     assert "100 bytes; at most 50" in why
     (alarm,) = alarms(database)
     assert "outputs/c-20" in alarm
     host.checkpoint("outputs/c-30", 30, weights=b"w" * 10)
     await mirror.mirror(output)
-    assert (steps(database), alarms(database), len(told(database))) == ([30], [], 1)
+    assert (steps(database), alarms(database), len(reported_reasons(database))) == ([30], [], 1)
 
 
 class Hasty(WorkFolder):
@@ -190,7 +190,7 @@ class Hasty(WorkFolder):
         return super()._read(body)
 
 
-async def test_one_for_which_there_is_no_room_is_not_begun(
+async def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_fetched(
     database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = begin(database, host)
@@ -202,10 +202,10 @@ async def test_one_for_which_there_is_no_room_is_not_begun(
         await CheckpointMirror(store, Gateway(database)).mirror(output)
         assert steps(database) == come
         assert bool(host.read_bytes()) == bool(come)
-    assert "5% of the control machine's disk" in told(database)[0]
+    assert "5% of the control machine's disk" in reported_reasons(database)[0]
 
 
-async def test_those_that_are_gone_before_they_have_come_are_told_when_none_comes(
+async def test_checkpoints_that_vanish_before_they_are_fetched_are_reported(
     database: Database, store: BlobStore
 ) -> None:
     """One now and then is how many trainers do it."""
@@ -215,9 +215,9 @@ async def test_those_that_are_gone_before_they_have_come_are_told_when_none_come
         host.hasty = step != 30
         host.checkpoint(f"outputs/c-{step}", step, weights=b"w")
         await mirror.mirror(output)
-        assert len(told(database)) == int(step >= 60)
+        assert len(reported_reasons(database)) == int(step >= 60)
     assert steps(database) == [30]
-    assert "c-60 is not mirrored: it" in told(database)[0]
+    assert "c-60 is not mirrored: it" in reported_reasons(database)[0]
     host.hasty = False
     host.checkpoint("outputs/c-90", 90, weights=b"w")
     await mirror.mirror(output)
@@ -249,7 +249,7 @@ async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
     assert steps(database) == [10]
 
 
-async def test_of_a_gang_the_leader_has_the_checkpoint(
+async def test_only_the_leader_of_a_gang_mirrors_checkpoints(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     output = begin(database, host, rank=1)
@@ -259,7 +259,7 @@ async def test_of_a_gang_the_leader_has_the_checkpoint(
 
 
 @pytest.mark.parametrize("generation", [0, 1])
-async def test_a_job_that_began_anew_keeps_what_it_does_now(
+async def test_a_job_that_started_again_keeps_what_it_does_now(
     database: Database, store: BlobStore, host: WorkFolder, generation: int
 ) -> None:
     """Its own went as they came, because an earlier attempt had been further."""
@@ -276,7 +276,7 @@ async def test_a_job_that_began_anew_keeps_what_it_does_now(
         assert steps(database) == left
 
 
-async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
+async def test_a_former_owner_of_the_attempt_records_no_checkpoint(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     output: MemberOutput = begin(database, host)
@@ -291,7 +291,7 @@ async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
     assert steps(database) == []
 
 
-async def test_damaged_ones_go_before_whole_ones(
+async def test_damaged_checkpoints_are_removed_before_complete_ones(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     mirror = CheckpointMirror(store, Gateway(database))

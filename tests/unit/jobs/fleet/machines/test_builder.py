@@ -79,7 +79,7 @@ def waits_for_a_lock(pid: int) -> bool:
     return str(pid) in [line[5] for line in waiting]
 
 
-def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
+def test_a_pip_that_outlives_its_builder_keeps_the_lock(desk: Desk) -> None:
     """The builder is killed, a pip that it has started is not."""
     mark = desk.folder / "installing"
     desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
@@ -139,7 +139,7 @@ class _user_of:
         self._process.communicate()
 
 
-def test_only_what_nobody_uses_or_keeps_is_removed(desk: Desk) -> None:
+def test_only_unused_environments_that_are_not_kept_are_removed(desk: Desk) -> None:
     names = ["1" * 20, "2" * 20, "3" * 20, "4" * 20]
     for name in names:
         _old_environment(desk, name)
@@ -160,7 +160,7 @@ def _old_environment(desk: Desk, name: str) -> None:
     os.utime(desk.environments / name / MARKER, (0, 0))
 
 
-def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(desk: Desk) -> None:
+def test_a_new_or_found_environment_is_not_removed_before_a_row_names_it(desk: Desk) -> None:
     """Who has prepared a machine with it has yet to write that down."""
     desk.build()
     assert desk.build(prune=True)["removed"] == []

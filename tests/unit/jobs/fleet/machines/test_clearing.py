@@ -120,7 +120,7 @@ def test_unknown_attempts_are_not_cleared(database: Database) -> None:
     assert free(database, [(job, epoch + 1), ("stranger", epoch), ("stranger", 7)]) == []
 
 
-def test_the_last_folder_of_a_job_that_goes_on_stays(database: Database) -> None:
+def test_the_last_folder_of_a_job_that_continues_stays(database: Database) -> None:
     names = write(
         database,
         Ended(outcome="failed", goes_on=True),

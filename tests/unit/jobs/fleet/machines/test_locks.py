@@ -111,7 +111,7 @@ def test_groupwise_in_a_lock_is_left_to_the_wheel() -> None:
     assert parse_lock(text, "l", {"own-thing"}).lines == ("six==1",)
 
 
-def test_what_leaves_a_choice_or_leads_elsewhere_is_refused() -> None:
+def test_lock_lines_without_one_exact_release_are_refused() -> None:
     one = "each line of a lock names one release"
     for line, why in (
         *((each, one) for each in ("six>=1", "six", "six==1.*", "./six.whl")),

@@ -222,7 +222,7 @@ def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
     return [(each["job_id"], each["epoch"], each["since"]) for each in found]
 
 
-def test_what_runs_and_stands_in_no_table_is_told_with_the_machine_while_it_runs(fleet: Fleet):
+def test_untracked_processes_are_reported_with_their_machine_while_they_run(fleet: Fleet):
     fleet.look(gpu(0))
     own = fleet.reserve("GPU-0")
     here = [running("job", own), running("stranger", 5), running("gone", 6, "lost")]
@@ -293,7 +293,7 @@ def test_processes_without_a_supervisor_hold_their_job_back(fleet: Fleet, alive:
     assert claimed_ids(fleet.database) == ["back"]
 
 
-def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
+def test_numbers_of_attempts_continue_above_what_machines_have_seen(fleet: Fleet):
     gpus, seen = [gpu(0), gpu(1), gpu(2)], 40
     fleet.look(*gpus)
     own = fleet.reserve("GPU-0")
@@ -304,7 +304,7 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
 
 
-def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_ends(fleet: Fleet):
+def test_resources_of_untracked_attempts_are_not_assigned_until_they_end(fleet: Fleet):
     """Its machine refuses others there, also where nothing of it is seen on the GPU."""
     gpus = [gpu(0), gpu(1), gpu(2)]
     fleet.set(cpu_slots=2)
@@ -331,7 +331,7 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
     assert sorted(claimed_ids(fleet.database)) == ["cpu-two", "part-two", "two"]
 
 
-def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
+def test_observations_dated_in_the_future_are_replaced(fleet: Fleet):
     now = fleet.database.run(databases.database_time)
     fleet.look(gpu(0), at=now)
     fleet.set(observed_round=now + 3600, facts={"missed_at": now + 3600})
@@ -351,7 +351,7 @@ def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):
     assert fleet.vm.misses == 0
 
 
-def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
+def test_a_vanished_gpu_is_missing_until_it_is_back(fleet: Fleet):
     fleet.look(gpu(0), gpu(1))
     fleet.reserve("GPU-1")
     fleet.look(gpu(0))
@@ -411,7 +411,7 @@ def test_a_display_uses_a_gpu_only_by_its_memory(fleet: Fleet):
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
 
 
-def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):
+def test_a_gpu_is_not_free_if_its_processes_are_unknown(fleet: Fleet):
     fleet.look(gpu(0), apps=[app("GPU-0")])
     fleet.look(gpu(0), probe={"status": "ok", "apps": "hung"})
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
@@ -435,7 +435,7 @@ def test_a_process_of_the_attempt_that_holds_the_gpu_is_not_foreign(fleet: Fleet
     assert fleet.observed()["GPU-0"] == "foreign_busy"
 
 
-def test_what_was_released_after_the_look_began_was_ours_when_it_was_seen(fleet: Fleet):
+def test_a_process_of_an_attempt_released_after_the_poll_began_is_not_foreign(fleet: Fleet):
     fleet.look(gpu(0))
     epoch = fleet.reserve("GPU-0")
     at_work = app("GPU-0", f"job.{epoch}")
@@ -446,7 +446,7 @@ def test_what_was_released_after_the_look_began_was_ours_when_it_was_seen(fleet:
     assert fleet.observed() == {"GPU-0": "foreign_busy"}
 
 
-def test_memory_that_nobody_has_reserved_is_somebody_elses(fleet: Fleet):
+def test_unreserved_gpu_memory_in_use_counts_as_foreign(fleet: Fleet):
     fleet.look(gpu(0, memory_used_mb=501), gpu(1, memory_used_mb=500))
     assert fleet.observed() == {"GPU-0": "foreign_busy", "GPU-1": "ok"}
     fleet.look(gpu(0, memory_used_mb=None, utilisation=None), gpu(1))
@@ -492,7 +492,7 @@ class TestKeys:
         assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("new", None)
         assert fleet.look(gpu(0))
 
-    def test_a_changed_key_stops_all_use_until_somebody_has_looked(
+    def test_a_changed_host_key_stops_all_use_until_an_operator_confirms_it(
         self, fleet: Fleet, caplog: pytest.LogCaptureFixture
     ):
         fleet.look(gpu(0))

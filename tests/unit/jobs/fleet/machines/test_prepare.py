@@ -80,7 +80,7 @@ async def test_a_lost_connection_is_made_again(
     assert sum("4/4" in line for line in place.told) == 1  # no line is told twice
 
 
-async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(
+async def test_an_environment_built_long_ago_is_checked_before_it_is_recorded(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asked has slept meanwhile, and somebody else has pruned."""

@@ -33,7 +33,7 @@ def sockets(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).iterdir())
 
 
-async def test_another_process_rings(folder: Path):
+async def test_a_notification_of_another_process_arrives(folder: Path):
     notifier = await listening(folder)
     waiting = asyncio.create_task(notifier.wait(60))
     ran = await asyncio.to_thread(

@@ -147,7 +147,7 @@ def test_many_become_what_each_becomes_alone(small: Any, operation: str) -> None
     assert sorted(many_events) == sorted(events_of_single)
 
 
-def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction(
+def test_a_job_waiting_for_cancelled_jobs_is_queued_in_the_same_transaction(
     small: Any,
 ) -> None:
     first = [small.job() for _ in range(3)]

@@ -123,7 +123,7 @@ def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
     assert small.events() == [("user:ada", "vm.trusted")]
 
 
-def test_who_is_bound_to_projects_changes_no_machine(small: Any) -> None:
+def test_keys_bound_to_projects_cannot_change_machines(small: Any) -> None:
     small.machine("vm-1")
     for operation in (machines.drain, machines.lost, machines.remove, machines.trust):
         with pytest.raises(Refusal, check=lambda refused: refused.code == "forbidden"):

@@ -89,7 +89,7 @@ def test_only_what_nothing_needs_is_removed(small: Any) -> None:
     assert small.row(young).status == "completed"
 
 
-def test_what_another_job_is_to_come_after_stays(small: Any) -> None:
+def test_jobs_that_other_jobs_wait_for_are_not_pruned(small: Any) -> None:
     jobs_of = {waits: (small.job("completed"), small.job("completed")) for waits in WAITING}
     free = small.job("completed")
     for waits, (first, second) in jobs_of.items():

@@ -289,7 +289,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PORTION", 3)
 
 
-def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def stored_rows(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """All that the database says of them but who and when they are."""
     whenever = {"job_id", "idempotency_key", "request_hash", "created_at", "end_time", "rank"}
     found: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ def test_an_array_creates_the_same_jobs_as_single_submissions(database: Database
     places: list[list[float]] = []
     for submit_them in submit_each:
         together = submit_them()
-        found.append(told(database, together))
+        found.append(stored_rows(database, together))
         ranks_now = ranks(database)
         known = [ranks_now[job.job_id] for job in together if ranks_now[job.job_id]]
         places.append([rank - known[0] for rank in known])
@@ -373,7 +373,7 @@ def test_unreadable_job_rows_do_not_block_or_hide_others(database: Database) -> 
     assert job_of(database, "good").status == "queued"
 
 
-def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
+def test_rows_that_cannot_be_refused_do_not_block_other_rows(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with a trigger that somebody has made for a purpose of their own; each is told of once, whatever the number of sweeps."""

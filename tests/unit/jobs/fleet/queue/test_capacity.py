@@ -71,7 +71,7 @@ def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Da
     assert claimed_ids(database) == ["w0"]
 
 
-def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
+def test_a_release_too_small_for_a_job_wakes_no_job(database: Database) -> None:
     full_fleet(database, waiting=0)
     submit(database, "big", gpus=2)
     submit(database, "other", gpus=1, gpu_model="H100")
@@ -120,7 +120,7 @@ def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
     assert "uses 1 of its 1 GPU," in str(explain(database, "three"))
 
 
-def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Database) -> None:
+def test_unannounced_capacity_is_found_by_the_next_claim(database: Database) -> None:
     full_fleet(database)
     database.run(lambda s: end(s, "r0"))
     assert len(waiting(database)) == 5
@@ -133,7 +133,7 @@ def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Datab
 
 
 def test_a_machine_is_kept_for_projects(database: Database) -> None:
-    """Also in the look of a claim, and for one that waits; what somebody wrote there that is no list opens it to nobody."""
+    """Also in the look of a claim, and for one that waits; a value that is not a list opens it to nobody."""
     keeps: tuple[Any, ...] = (None, ["ours", "a"], ["a"], [], "ours")
     for n, kept_for in enumerate(keeps):
         add_machine(database, f"vm-{n}", 1, projects=kept_for)
@@ -145,7 +145,7 @@ def test_a_machine_is_kept_for_projects(database: Database) -> None:
     assert claimed_ids(database) == ["job-4"]
 
 
-def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
+def test_a_machine_reserved_for_other_projects_meanwhile_is_noticed_under_its_lock(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_machine(database, "vm-1", 1)

@@ -86,7 +86,7 @@ def test_epochs_rise_and_attempts_are_counted(database: Database) -> None:
 
 
 @pytest.mark.parametrize("retried", [False, True])
-def test_a_job_that_began_anew_goes_on_from_what_it_did_since(
+def test_a_job_that_started_again_continues_from_what_it_did_since(
     database: Database, retried: bool
 ) -> None:
     """Which of several attempts was further does not count, in whatever generation they were."""
@@ -115,7 +115,7 @@ def test_a_job_that_began_anew_goes_on_from_what_it_did_since(
     assert resume["manifest"] == {"outputs/x": ["a" * 64, 420, 300]}
 
 
-def test_a_damaged_checkpoint_is_passed_over_until_somebody_has_the_job_retried(
+def test_a_damaged_checkpoint_is_skipped_until_the_job_is_retried_by_hand(
     database: Database,
 ) -> None:
     add_machine(database, "vm-1", 1)
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_passed_over_until_somebody_has_the_job_retried(
     assert attempt_of(database, again.epoch).resume_from["step"] == 20
 
 
-def test_what_a_job_called_broken_it_gets_only_where_nothing_else_will_do(
+def test_a_job_gets_a_gpu_it_reported_only_if_no_other_is_left(
     database: Database,
 ) -> None:
     add_machine(database, "vm-1", 2)
@@ -290,7 +290,7 @@ def test_a_job_behind_a_waiting_gang_is_not_woken_unless_it_can_start(database: 
     assert kinds_of_events(database, "small") == told
 
 
-def test_who_came_after_a_job_that_has_ended_waits_for_room_like_others(
+def test_a_job_whose_predecessor_has_ended_waits_for_room_like_others(
     database: Database,
 ) -> None:
     """With reasons, and in time with patience: small jobs do not overtake it for ever."""
@@ -316,7 +316,7 @@ def test_who_came_after_a_job_that_has_ended_waits_for_room_like_others(
     assert claimed_ids(database) == ["large"]
 
 
-def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
+def test_a_job_that_left_the_queue_is_not_marked_as_unplaced(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "first", gpus=1)
     submit(database, "then", gpus=1, after=["first"])

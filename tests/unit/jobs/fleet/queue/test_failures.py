@@ -38,12 +38,12 @@ def test_success_is_success_however_late_it_was_cancelled() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CANCELLED, Outcome.VOID, Outcome.FAILED])
-def test_what_was_to_be_cancelled_is_not_tried_again(outcome: Outcome) -> None:
+def test_a_cancelled_job_is_not_retried(outcome: Outcome) -> None:
     failure = FailureClass.HOST_LOST if outcome is Outcome.FAILED else None
     assert follows(failure, outcome=outcome, cancelled=True).status is JobStatus.CANCELLED
 
 
-def test_what_never_ran_by_nobodys_fault_goes_back_at_once() -> None:
+def test_a_void_attempt_without_failure_is_requeued_at_once() -> None:
     found = follows(None, outcome=Outcome.VOID)
     assert (found.status, found.delay, found.counts_as_retry) == (JobStatus.QUEUED, 0.0, False)
 

@@ -1,6 +1,6 @@
 """Where a job can run.
 
-1. A GPU is never given twice: whole to one job, or shares of it whose sum is no more than its memory.
+1. A GPU is never given twice: whole to one job, or shares of it whose sum is at most its memory.
 2. A gang gets distinct machines, all or none.
 3. The answer does not depend on the order in which machines and GPUs are told.
 4. Without room there is always a reason; with room there is always a place, as a search over all choices says.
@@ -356,7 +356,7 @@ def test_machines_that_are_alike_need_not_all_be_examined(
     assert answers() == of_all
 
 
-def test_of_many_machines_that_are_alike_few_are_examined() -> None:
+def test_few_of_many_equal_machines_are_examined() -> None:
     fleet = [machine(f"m{n:04}", 8, first=10 * n) for n in range(1000)]
     fleet[500] = replace(fleet[500], labels={"rack": "1"})
     with mock.patch.object(placement, "_find_seat", wraps=placement._find_seat) as find_seat:
@@ -402,7 +402,7 @@ def test_no_gpu_or_slot_is_given_twice(fleet: list[Machine], jobs: list[Resource
 # --- waiting for long -----------------------------------------------------------------------------
 
 
-def test_what_is_kept_for_one_is_not_given_to_others() -> None:
+def test_gpus_held_for_one_job_are_not_given_to_others() -> None:
     fleet = [with_gpu(machine("a", 2), 1, whole=True)]
     kept = withhold(Resources(gpus=2), fleet, job_id="big")
     assert set(kept.gpus) == {0, 1}
@@ -470,7 +470,7 @@ def test_a_job_takes_one_of_its_places_however_many_gpus_it_wants() -> None:
     assert not has_room(machines["slurm"])
 
 
-def test_what_is_free_at_once_comes_before_a_queue() -> None:
+def test_a_free_machine_is_preferred_to_the_queue_of_a_cluster() -> None:
     own, other = machine("zz", 1), machine("z-cpu", slots=1)
     assert seats(place(Resources(gpus=1), [cluster("a"), own])) == [("zz", None)]
     assert seats(place(Resources(gpus=0), [cluster("a"), other])) == [("z-cpu", 0)]

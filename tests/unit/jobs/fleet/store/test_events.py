@@ -17,7 +17,7 @@ def read(database: Database, position: int = 0, limit: int = 100) -> list[int]:
     return [e.event_id for e in database.run(lambda s: events.after(s, position, limit))]
 
 
-def test_readers_go_on_where_they_were(database: Database) -> None:
+def test_readers_continue_where_they_were(database: Database) -> None:
     for _ in range(5):
         database.run(happens())
     ids = read(database)

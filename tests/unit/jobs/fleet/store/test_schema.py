@@ -157,7 +157,7 @@ def test_a_number_stands_for_the_same_rules_everywhere(dialect: str) -> None:
     )
 
 
-def test_what_somebody_works_with_is_left_alone(
+def test_a_schema_in_use_is_not_migrated(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used() -> str:

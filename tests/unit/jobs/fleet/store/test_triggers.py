@@ -9,7 +9,7 @@
 7. Events are only appended.
 8. A row of a machine can be read, and named: its documents are documents.
 9. No row begins with what admission writes, or is admitted without it.
-10. SQLite's REPLACE is no way around any of it.
+10. SQLite's REPLACE gets around none of it.
 11. A job that runs stays so until its attempt has ended.
 12. A card is held once, also where two machines of the fleet are one; and a machine stays the place where its jobs run.
 13. What an attempt needs stays as long as it may hold anything, also for who asks SQLite for no references.
@@ -172,7 +172,7 @@ def test_how_a_job_ended_does_not_change(database: Database) -> None:
     set_job(database, "j", "queued", ", generation = 1, failure_reason = NULL, exit_code = NULL")
 
 
-def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
+def test_the_spec_of_an_admitted_job_cannot_be_changed(database: Database) -> None:
     job(database, "j")
     execute(database, "UPDATE jobs SET spec_hash = 'a'")
     refused(database, "stop it and submit another", "UPDATE jobs SET spec_hash = 'b'")
@@ -210,7 +210,7 @@ def test_every_pair_of_attempt_states(database: Database) -> None:
             assert found == expected
 
 
-def test_one_live_attempt(database: Database) -> None:
+def test_a_job_has_at_most_one_live_attempt(database: Database) -> None:
     job(database, "j")
     first = attempt(database, "j")
     with pytest.raises(IntegrityError):
@@ -401,7 +401,7 @@ def test_a_machine_has_a_name_that_commands_can_say(database: Database) -> None:
     execute(database, "UPDATE vms SET vm_id = 'right-too', port = 23 WHERE vm_id = 'a'")
 
 
-def test_nor_is_a_name_cut_short_or_no_text(database: Database) -> None:
+def test_names_that_are_not_plain_text_are_refused(database: Database) -> None:
     only_sqlite(database)
     for name in (b"bytes", "a\0b", "\0"):
         statement = "INSERT INTO vms (vm_id) VALUES (:name)"
@@ -533,7 +533,7 @@ def held(database: Database) -> int:
     return epoch
 
 
-def test_what_an_attempt_needs_is_not_deleted(database: Database, held: int) -> None:
+def test_rows_that_an_attempt_needs_cannot_be_deleted(database: Database, held: int) -> None:
     words = r"not deleted|as long as|violates foreign key|keeps its"
     renamed = ["UPDATE vms SET vm_id = 'other'", "UPDATE gpus SET gpu_id = 99"]
     for state in ("running", "ended"):

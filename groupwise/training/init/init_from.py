@@ -21,11 +21,14 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
-from groupwise.core.settings.schema import foreign_advice
+from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.tasks.data.config import DatasetConfig
-from groupwise.training.checks.foreign_config import ForeignConfig, read_foreign
-from groupwise.training.checks.foreign_names import (
+from groupwise.training.config import RunConfig, load_config, resolved_values
+from groupwise.training.init.choices import Choice
+from groupwise.training.init.config_file import render
+from groupwise.training.init.foreign_config import ForeignConfig, read_foreign
+from groupwise.training.init.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
     LOSS_DIVISORS,
@@ -45,17 +48,14 @@ from groupwise.training.checks.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import ROWS, SPLIT, Unread
-from groupwise.training.checks.foreign_rewards import (
+from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread
+from groupwise.training.init.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
     PARAMETERS,
     is_open_r1,
     reward_entry,
 )
-from groupwise.training.checks.init_choices import Choice
-from groupwise.training.checks.init_file import render
-from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 PIPELINE = "preprocessing_pipeline"
@@ -423,15 +423,15 @@ def _choose_or_default(translation: Translation, key: str, name: str, default: A
 def _report_not_taken(translation: Translation, name: str) -> None:
     """Report a key that is not taken over."""
     value = translation.settings[name]
-    advice = foreign_advice(RunConfig, name)
+    foreign = foreign_key(RunConfig, name)
     if name in NO_EQUIVALENT:
         translation.lose(name, f"is not taken over: {NO_EQUIVALENT[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
         translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
             translation.remark(name, REMARKS[name])
-    elif advice:
-        translation.lose(name, f"is not taken over: {advice}")
+    elif foreign is not None:
+        translation.lose(name, f"is not taken over: {foreign.advice}")
     else:
         translation.lose(name, "is not taken over: nothing here has that name")
 
@@ -736,7 +736,7 @@ def _translate_schedule(translation: Translation) -> None:
         with suppress(ValueError):
             scheduler_args = json.loads(scheduler_args)
     scheduler, default_args, difference = SCHEDULES.get(
-        schedule, ("linear", {}, "is no course of transformers")
+        schedule, ("linear", {}, "is not a schedule of transformers")
     )
     if "lr_scheduler_type" in translation.settings:
         translation.choose(
@@ -955,15 +955,15 @@ def _translate_datasets(
         }
         source = options.pop("id", None) or options.pop("path", None)
         entry: dict[str, Any] = {"source": source}
-        for own_key, foreign_key in (
+        for own_key, their_key in (
             ("config", "config"),
             ("config", "name"),
             ("split", "split"),
             ("weight", "weight"),
             ("weight", "fraction"),
         ):
-            if foreign_key in options:
-                entry[own_key] = options.pop(foreign_key)
+            if their_key in options:
+                entry[own_key] = options.pop(their_key)
         if columns := options.pop("columns", None):
             translation.remark(
                 name,

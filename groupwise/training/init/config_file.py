@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from groupwise.training.checks.init_choices import Choice, Kind
+from groupwise.training.init.choices import Choice, Kind
 
 WIDTH = 96
 INDENT = 2

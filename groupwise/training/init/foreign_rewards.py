@@ -8,8 +8,8 @@ from typing import Any
 
 from groupwise.tasks.rewards.other_names import NameMeaning, meaning_of
 from groupwise.tasks.rewards.registry import registered_rewards
-from groupwise.training.checks.foreign_names import TRL_LENGTH
-from groupwise.training.checks.foreign_python import Unread
+from groupwise.training.init.foreign_names import TRL_LENGTH
+from groupwise.training.init.foreign_python import Unread
 
 OPEN_R1_REWARDS = ("accuracy", "format", "tag_count")
 """The rewards of open-r1 if a recipe names none."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from groupwise.training.checks.init_choices import (
+from groupwise.training.init.choices import (
     MAX_STEP_SECONDS,
     SLOTS,
     Draft,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
-from groupwise.training.checks.foreign_functions import ROW, copy_functions, free_name
+from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ NON_MODEL_CLASSES = re.compile(
 """Classes whose `from_pretrained` does not load the trained model."""
 
 LARGEST_EXPONENT, LARGEST_BASE, LONGEST = 64, 10**9, 10_000
-"""Limits on exponents, bases of powers, and lengths of texts: larger ones would fill the memory and are no config values."""
+"""Limits on exponents, bases of powers, and lengths of texts: larger ones would fill the memory and are not config values."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.FloorDiv: lambda a, b: a // b,

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.tree import read_yaml
-from groupwise.training.checks.foreign_names import (
+from groupwise.training.foreign_keys import foreign_to_rl
+from groupwise.training.init.foreign_names import (
     ALIASES,
     DEFAULTS,
     NO_EQUIVALENT,
@@ -28,8 +29,7 @@ from groupwise.training.checks.foreign_names import (
     SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
-from groupwise.training.checks.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
-from groupwise.training.foreign_keys import foreign_to_rl
+from groupwise.training.init.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
 
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
@@ -105,9 +105,9 @@ def read_foreign(file: Path) -> ForeignConfig:
     except ConfigError:
         raise
     except (SyntaxError, RecursionError, ValueError) as error:
-        kind = {".py": "Python", ".ipynb": "notebook", ".json": "JSON", ".toml": "TOML"}
+        kind = {".py": "Python", ".ipynb": "a notebook", ".json": "JSON", ".toml": "TOML"}
         raise UsageError(
-            f"--from: {file} is no {kind.get(file.suffix, 'text')}: {error}."
+            f"--from: {file} is not {kind.get(file.suffix, 'text')}: {error}."
         ) from error
     if not isinstance(tree, Mapping):
         raise UsageError(f"--from: {file} holds {type(tree).__name__}, not keys with values.")
@@ -120,13 +120,12 @@ def read_foreign(file: Path) -> ForeignConfig:
         if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
             evidence = marks[0].replace("&", " and ") if marks else match and match[0]
             hints = [
-                f"\n  {path} {value}: {advice}"
+                f"\n  {path} {value}: {key.advice}"
                 for path, value in paths.items()
                 if isinstance(value, str | int | float)
                 and not path.startswith("critic")
-                and (advice := foreign_to_rl().get(path.rpartition(".")[2], "")).startswith(
-                    "here it is"
-                )
+                and (key := foreign_to_rl().get(path.rpartition(".")[2])) is not None
+                and key.kind == "renamed"
             ]
             raise UsageError(
                 f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "

@@ -17,10 +17,10 @@ from groupwise.core.findings import Report
 from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
 from groupwise.tasks.contract import load_task
-from groupwise.training.checks.foreign_config import ALIASES
-from groupwise.training.checks.foreign_names import SCHEDULES
-from groupwise.training.checks.init_from import init_from
 from groupwise.training.config import load_config
+from groupwise.training.init.foreign_config import ALIASES
+from groupwise.training.init.foreign_names import SCHEDULES
+from groupwise.training.init.init_from import init_from
 
 OPEN_R1 = """
 {model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct, model_revision: main, torch_dtype: bfloat16, attn_implementation: flash_attention_2,
@@ -83,7 +83,7 @@ def made(name: str, text: str, **more: Any) -> tuple[dict[str, Any], Report]:
     return read_yaml(Path(report.details["file"])).values, report
 
 
-def told(report: Report, level: str = "warning") -> set[str]:
+def findings_of(report: Report, level: str = "warning") -> set[str]:
     return {finding.name for finding in report.findings if finding.level == level}
 
 
@@ -109,7 +109,7 @@ def test_open_r1() -> None:
     ]  # fmt: skip
     assert config["rewards"]["reward_weights"] == [1.0, 1.0, 0.5, 1.0, 0.2]
     assert (config["run"]["dir"], config["run"]["name"]) == ("data", "Qwen2.5-1.5B-Open-R1-GRPO")
-    assert told(report) == {"top_p", "lr_scheduler_kwargs", "mystery"}
+    assert findings_of(report) == {"top_p", "lr_scheduler_kwargs", "mystery"}
     text = Path(report.details["file"]).read_text()
     assert "# From learning_rate of recipe.yaml." in text
     assert "per_device_train_batch_size 16 × gradient_accumulation_steps 4 × 8 processes" in text
@@ -131,7 +131,7 @@ def test_rewards_for_code_mixtures_and_weights_that_go_with_their_rewards() -> N
         "dataset_prompt_column: q\nreward_funcs: [org/model, code]\nreward_weights: [3, 2]"
     )
     assert config["rewards"] == {"reward_funcs": ["python_tests"], "reward_weights": [2]}
-    assert told(report) == {"reward_funcs", "dataset_prompt_column"}  # of no data
+    assert findings_of(report) == {"reward_funcs", "dataset_prompt_column"}  # of no data
 
 
 def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
@@ -146,14 +146,16 @@ def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
     assert config["algorithm"] == {"type": "dr_grpo"}
     own = ["train.py:xmlcount_reward_func", "train.py:polite"]
     assert config["rewards"]["reward_funcs"] == own
-    assert told(report) == {"min_p"}
+    assert findings_of(report) == {"min_p"}
     sources = ["%%bash\npip list 007", "x = 1 2", UNSLOTH.splitlines(keepends=True)]
     cells = [{"cell_type": "code", "source": source} for source in sources]
     again, report = made("book.ipynb", json.dumps({"cells": cells}))
-    assert (again["training"], told(report)) == (config["training"], {"min_p", "line 1"})
+    assert (again["training"], findings_of(report)) == (config["training"], {"min_p", "line 1"})
 
 
-def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_its_line() -> None:
+def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_reported_with_its_line() -> (
+    None
+):
     config, report = made("a.py", SCRIPT)
     training = config["training"]
     keys = ("learning_rate", "num_generations", "adam_beta2", "max_steps", "seed")
@@ -164,12 +166,12 @@ def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_it
     rewards = ["think_format", "my_rewards:polite", "a.py:own", "length"]
     assert config["rewards"]["reward_funcs"] == rewards
     lost = "**more,epsilon,r,GRPOConfig of line 15,GRPOTrainer argument 5,command line"
-    assert told(report) == {*lost.split(","), "reward_funcs", "train_dataset"}
+    assert findings_of(report) == {*lost.split(","), "reward_funcs", "train_dataset"}
     said = " ".join(finding.measured for finding in report.findings)
     assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
 
 
-def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
+def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_reported() -> None:
     numbers = "learning_rate=1/2**20, num_generations=n(), save_steps=0.1, max_steps='auto', beta=b, adam_beta1=3"
     rewards = "['a.b.f', 'get_soft_overlong_punishment']"
     config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
@@ -178,7 +180,7 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     overlong = {"name": "overlong", "max_length": 1280, "cache": 256}
     assert config["rewards"]["reward_funcs"] == ["a.b:f", overlong]
     lost = "model num_generations save_steps max_steps beta adam_beta1"
-    assert told(report) == set(lost.split())
+    assert findings_of(report) == set(lost.split())
 
 
 def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_here() -> None:
@@ -195,14 +197,14 @@ def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_her
     assert epochs["training"]["num_train_epochs"] == 3
 
 
-def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
+def test_settings_without_equivalent_are_left_out_with_their_dependants() -> None:
     config, report = small(
         "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
     )
     kept = {*config, *config["lora"], *config["sampler"]}
     assert not {"data", "target_modules", "temperature"} & kept
     lost = "dataset_name dataset_prompt_column lora_target_modules temperature"
-    assert told(report) == set(lost.split())
+    assert findings_of(report) == set(lost.split())
 
 
 def test_the_flags_of_a_command() -> None:
@@ -216,7 +218,7 @@ def test_the_flags_of_a_command() -> None:
     assert (config["training"]["learning_rate"], config["training"]["seed"]) == (1e-6, 2)
     assert config["algorithm"]["beta"] == 0.1
     assert config["rewards"]["reward_funcs"] == ["math_answer", "mine:f"]
-    assert told(report) == {"output_dir"}
+    assert findings_of(report) == {"output_dir"}
 
 
 @pytest.mark.parametrize(("reward", "ours"), [
@@ -232,13 +234,13 @@ def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) 
     config, report = made("a.py", f"{imports}\n{functions}\n{trainer}")
     expected = {"reward_funcs": [ours], "reward_weights": [2]} if ours else None
     assert config.get("rewards") == expected
-    assert told(report) == (set() if ours else {"reward_funcs", "reward_weights"})
+    assert findings_of(report) == (set() if ours else {"reward_funcs", "reward_weights"})
 
 
-def test_a_name_of_nobody_in_a_recipe_is_a_function_that_is_to_be_written() -> None:
+def test_an_unknown_reward_in_a_recipe_becomes_a_function_to_write() -> None:
     config, report = small("reward_funcs: [check_answer]")
     assert config["rewards"]["reward_funcs"] == ["rewards.py:check_answer"]
-    assert told(report) == {"reward_funcs"}
+    assert findings_of(report) == {"reward_funcs"}
 
 
 X = {"dataset_split": "x"}
@@ -259,7 +261,7 @@ def test_the_data_of_a_python_file(rows: str, data: dict[str, Any] | None, lost:
     text = f"rows = {rows}\nGRPOTrainer('tiny', f, GRPOConfig(beta=0.1), rows)"
     config, report = made("a.py", function * ("made_by" in rows) + text)
     assert config.get("data") == data
-    assert told(report) == ({"train_dataset"} if lost else set())
+    assert findings_of(report) == ({"train_dataset"} if lost else set())
     assert ("--task-module" in str(report.details["next"])) == (data is None)
 
 
@@ -296,7 +298,7 @@ def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_mod
     }  # fmt: skip
     assert config["rewards"] == {"reward_funcs": ["a-groupwise.py:right"]}
     assert report.details["files_beside"] == ["a-groupwise.py"]
-    assert told(report) == set()
+    assert findings_of(report) == set()
     assert "# From r of a.py." in Path("a-groupwise.yaml").read_text()
     copied = Path("a-groupwise.py").read_text()
     assert "import re  # for the numbers" in copied
@@ -325,7 +327,7 @@ def test_a_script_keeps_its_own_function_of_the_name_that_the_copied_one_would_h
     ("level", "limit"), ("remove_columns=", "batched=True, remove_columns="), ("rows.map", "rows.cast(x).map"),
     ("number(x", "split(x"),
 ])  # fmt: skip
-def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
+def test_a_change_that_is_none_of_a_row_alone_is_reported_and_not_copied(
     before: str, after: str
 ) -> None:
     """The first stays as it is, for the comparison."""
@@ -334,7 +336,7 @@ def test_a_change_that_is_none_of_a_row_alone_is_told_and_not_copied(
     config, report = made("a.py", text)
     is_copied = before == "level"
     assert ("preprocessing_pipeline" in config["data"]) == is_copied
-    assert told(report) == (set() if is_copied else {"train_dataset"})
+    assert findings_of(report) == (set() if is_copied else {"train_dataset"})
     assert ("data.preprocessing_pipeline=" in report.details["next"][0]) != is_copied
     assert config["rewards"]["reward_funcs"] == [
         "a-groupwise.py:right" if is_copied else "a.py:right"
@@ -364,7 +366,7 @@ if __name__ == "__main__":
 
 def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
     values, report = made("a.py", MADE)
-    assert told(report) == set()
+    assert findings_of(report) == set()
     assert "data" not in values
     assert "--task-module a-groupwise.py" in report.details["next"][0]
     task = load_task("a-groupwise.py")
@@ -379,9 +381,9 @@ def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
 @pytest.mark.parametrize(("before", "after"), [
     ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
 ])  # fmt: skip
-def test_rows_that_need_more_than_the_file_are_told(before: str, after: str) -> None:
+def test_rows_that_need_more_than_the_file_are_reported(before: str, after: str) -> None:
     _, report = made("a.py", MADE.replace(before, after))
-    assert told(report) == {"train_dataset", "eval_dataset"}
+    assert findings_of(report) == {"train_dataset", "eval_dataset"}
     assert "--task-module TASK.py" in report.details["next"][0]
 
 
@@ -391,10 +393,10 @@ def f(row): return {"prompt": [{"role": "system", "content": S}, row]}
 GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dataset=%s)"""
     data = {"dataset_name": "a/b", "system_prompt": "Think."}
     config, report = made("a.py", text % 'ALL["test"]')
-    assert (config["data"], told(report)) == (data | {"dataset_test_split": "test"}, set())
+    assert (config["data"], findings_of(report)) == (data | {"dataset_test_split": "test"}, set())
     config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
     assert config["data"] == {"dataset_name": "a/b"}
-    assert told(report) == {"eval_dataset", "system_prompt"}
+    assert findings_of(report) == {"eval_dataset", "system_prompt"}
 
 
 def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
@@ -419,7 +421,7 @@ def test_texts_that_end_a_completion() -> None:
     assert config["sampler"]["min_completion_length"] == 3
     sampled = "GRPOConfig(beta=0.1, vllm_sampling_params=SamplingParams(stop='x'))"
     config, again = made("a.py", f"GRPOTrainer('tiny', f, {sampled})")
-    assert (config["sampler"]["stop"], told(report) | told(again)) == (["x"], set())
+    assert (config["sampler"]["stop"], findings_of(report) | findings_of(again)) == (["x"], set())
 
 
 @pytest.mark.parametrize(("lines", "name"), [
@@ -430,7 +432,7 @@ def test_texts_that_end_a_completion() -> None:
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
-def test_how_each_key_ended_is_told(lines: str, name: str) -> None:
+def test_how_each_key_ended_is_reported(lines: str, name: str) -> None:
     _, report = small(lines)
     said = " ".join(f"{each.name} {each.measured} {each.meaning}" for each in report.findings)
     assert name in said
@@ -458,7 +460,7 @@ def test_losses(line: str, expected: dict[str, Any]) -> None:
 def test_schedules(lines: str, expected: str, lost: bool) -> None:
     config, report = small(f"warmup_steps: 0.1\nwarmup_ratio: 0.5\n{lines}")
     assert config["training"]["lr_scheduler_type"] == expected
-    assert bool(told(report)) == lost
+    assert bool(findings_of(report)) == lost
     warm = None if lines.endswith(": constant") else 0.1
     assert config["training"].get("warmup_ratio") == warm
 
@@ -479,7 +481,7 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
     _, whole = made("a.json", json.dumps(dump))
     usual = {ALIASES.get(name, name) for name in dump}
     assert usual == set(whole.details["keys"])
-    assert told(whole) == {"model_name_or_path"}
+    assert findings_of(whole) == {"model_name_or_path"}
     off, _ = made("a.json", json.dumps({**dump, "max_grad_norm": 0, "seed": float("inf")}))
     assert (off["training"]["max_grad_norm"], off["run"]["save_total_limit"]) == (None, None)
 
@@ -500,7 +502,7 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "said"), [
-    ("a.yaml", "model: {name: tiny}\n", "no key of a GRPO config"), ("a.json", "[1]", "not keys"), ("a.py", "def f(:", "no Python"),
+    ("a.yaml", "model: {name: tiny}\n", "no key of a GRPO config"), ("a.json", "[1]", "not keys"), ("a.py", "def f(:", "not Python"),
     ("a.yaml", "actor_rollout_ref: {rollout: {n: 8}}", r"of verl(.|\n)*rollout.n 8: here it is training.num_generations"),
     ("a.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=9", r"of verl(.|\n)*max_completion_"),
     ("a.toml", "[orchestrator]\nrollouts_per_example = 8", "of prime-rl"), ("a.py", "import art\nart.gather()", "of ART"),

@@ -4,7 +4,7 @@
     lengths     measured on its rows with the model's tokenizer
     memory      a dry run's plan is compared with the free memory, from the fastest settings to the most economical
     speed       measured as by `groupwise doctor`; a step that would take minutes is made smaller
-    file        YAML with a comment above each key (init_file); the choices themselves are in init_choices
+    file        YAML with a comment above each key (config_file); the choices themselves are in choices
 
 Mistakes in task, model or data raise `UsageError` as in `groupwise rl`, because the same preparation runs.
 """
@@ -34,7 +34,8 @@ from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
 from groupwise.training.checks.doctor_examination import DoctorSubject, measure_cost
-from groupwise.training.checks.init_choices import (
+from groupwise.training.config import resolved_values, stem_of, view
+from groupwise.training.init.choices import (
     BUDGETS,
     SLOTS,
     Answers,
@@ -51,8 +52,7 @@ from groupwise.training.checks.init_choices import (
     fit_memory,
     fit_time,
 )
-from groupwise.training.checks.init_file import commands, render
-from groupwise.training.config import resolved_values, stem_of, view
+from groupwise.training.init.config_file import commands, render
 from groupwise.training.loops.rl_prepare import (
     RlPrepared,
     planned_sizes,
