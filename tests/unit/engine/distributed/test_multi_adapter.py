@@ -116,7 +116,7 @@ async def steps(parts: Any, first=0, count=2) -> list[Any]:
 def base_fingerprints(parts: Any) -> list[str]:
     """Of the base's own weights, in each process."""
     if parts.ranks is not None:
-        states = parts.ranks.call_all_now("bench._adapted.base.state_dict")
+        states = parts.ranks.call_all_now("adapter_host._adapted.base.state_dict")
     else:
         states = [parts.hosted.adapter_host._adapted.base.state_dict()]
     own = [{key: each[key] for key in each if ".lora_" not in key} for each in states]
