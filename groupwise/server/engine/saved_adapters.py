@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from groupwise.core import atomic_files
-from groupwise.core.errors import UsageError
+from groupwise.core.errors import StoreError, UsageError
 from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, StoredKind
 
 DESCRIPTION = "saved.json"
@@ -99,10 +99,17 @@ class SavedFolders:
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
     def write_note(self, stored: Stored, note: CheckpointNote) -> None:
-        """Write the note of saved weights; an earlier one is replaced. If there was none and nothing is noted, nothing is written."""
+        """Write the note of saved weights; an earlier one is replaced. If there was none and nothing is noted, nothing is written.
+
+        Raises UsageError if the weights have been removed.
+        """
         path = self.path_of(stored) / NOTE
         if note != CheckpointNote() or path.is_file():
-            atomic_files.write_json(path, asdict(note))
+            try:
+                atomic_files.write_json(path, asdict(note))
+            except StoreError:
+                self.read(stored)
+                raise
 
     def read_note(self, stored: Stored) -> CheckpointNote:
         """The note of saved weights; an empty one if none was written."""
@@ -116,8 +123,12 @@ class SavedFolders:
         return (self.path_of(stored) / DESCRIPTION).stat().st_mtime
 
     def size_of(self, stored: Stored) -> int:
-        """Size of the saved files in bytes."""
-        return sum(path.stat().st_size for path in self.path_of(stored).iterdir())
+        """Size of the saved files in bytes. FileNotFoundError if the weights are missing."""
+        size = 0
+        for path in self.path_of(stored).iterdir():
+            with suppress(FileNotFoundError):  # a note under construction, which was renamed
+                size += path.stat().st_size
+        return size
 
     def checkpoints(self, model: str | None = None) -> Iterator[Stored]:
         """All weights saved under names that clients chose, of one model or of all."""
