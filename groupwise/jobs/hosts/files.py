@@ -116,6 +116,15 @@ def open_local(path: Path) -> io.BufferedReader:
         raise UsageError(f"{path} cannot be read, and is to be sent: {error.strerror}.") from None
 
 
+def total_size(paths: Iterable[Path]) -> int:
+    """Bytes of the files that the user wants to send, for a line of progress. `open_local` refuses one that has just been removed."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
+
+
 def hash_of(path: Path) -> str:
     """The sha256 of a file."""
     with path.open("rb") as file:
