@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from groupwise.core import atomic_files
-from groupwise.core.errors import StoreError, UsageError
+from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, StoredKind
 
 DESCRIPTION = "saved.json"
@@ -87,6 +87,17 @@ class SavedFolders:
             ModelSpec(**description["spec"]), description["fingerprint"], description["call"]
         )
 
+    @contextmanager
+    def using(self, stored: Stored) -> Generator[None]:
+        """Inside, the folder of saved weights is used. If they are removed meanwhile, because they expire or a client deletes them, any
+        error becomes a UsageError that says so.
+        """
+        try:
+            yield
+        except (OSError, GroupwiseError):
+            self.read(stored)
+            raise
+
     def check_free(self, stored: Stored, call: int) -> None:
         """Raise UsageError if the name is taken, unless by this same call."""
         if not self.path_of(stored).is_dir() or self.read(stored).call == call:
@@ -105,11 +116,8 @@ class SavedFolders:
         """
         path = self.path_of(stored) / NOTE
         if note != CheckpointNote() or path.is_file():
-            try:
+            with self.using(stored):
                 atomic_files.write_json(path, asdict(note))
-            except StoreError:
-                self.read(stored)
-                raise
 
     def read_note(self, stored: Stored) -> CheckpointNote:
         """The note of saved weights; an empty one if none was written."""
