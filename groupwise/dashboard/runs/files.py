@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -108,7 +107,7 @@ class ClosingStream(StreamingResponse):
         """Send the answer, as an ASGI application."""
         try:
             # If the run deletes a file that was still to be sent, the connection ends early, so that the client sees a broken download.
-            with suppress(FileNotFoundError, ClientDisconnect):
+            with suppress(RunNotFoundError):
                 await super().__call__(scope, receive, send)
         finally:
             await asyncio.shield(asyncio.to_thread(self._chunks.close))
@@ -127,7 +126,8 @@ def _weights_folder(run: Path, name: str) -> Path:
 def _files_with_status(folder: Path) -> list[tuple[Path, os.stat_result]]:
     """All files of a folder with weights. Raises RunNotFoundError if the run has just deleted it."""
     with suppress(FileNotFoundError):
-        if files := [(file, file.stat()) for file in files_of(folder)]:
+        files = [(file, file.stat()) for file in files_of(folder)]
+        if files or folder.is_dir():
             return files
     raise RunNotFoundError(f"{folder.name} was removed a moment ago.")
 
