@@ -233,16 +233,28 @@ def making_folder(final: Path, *, replace: bool) -> Generator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder. A rename hides it in one step: no reader sees half of it."""
+    """Delete a folder, if it exists. A rename hides it in one step: no reader sees half of it."""
     with explaining_disk_errors(path):
         crash_point(f"remove:{path.name}:before")
         hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
         shutil.rmtree(hidden, ignore_errors=True)
-        path.rename(hidden)
+        try:
+            path.rename(hidden)
+        except FileNotFoundError:  # it never existed, or another process has just deleted it
+            return
         flush_folder(path.parent)
         crash_point(f"remove:{path.name}:moved")
         shutil.rmtree(hidden)
     crash_point(f"remove:{path.name}:after")
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files below a folder, sorted; links to folders are not followed.
+
+    Anything that another thread or process removes meanwhile is left out: a glob would raise FileNotFoundError.
+    """
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in paths if path.is_file())
 
 
 def commit(connection: sqlite3.Connection, action: str) -> None:

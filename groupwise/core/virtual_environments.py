@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import venv
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.ticker import Ticker
@@ -90,9 +92,21 @@ def run_installer(
 
 @contextmanager
 def exclusive(folder: Path) -> Generator[None]:
-    """Hold the lock of a folder of environments, which is made if need be; wait if another process holds it."""
+    """Hold the lock of a folder of environments, which is made if need be; wait if another process holds it.
+
+    The holder may remove the folder. Anyone who waited for that lock makes and locks the folder again.
+    """
+    while (lock := _lock(folder)) is None:
+        pass
+    with lock:
+        yield
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    """The locked file; None if the folder was removed while this process waited for the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as lock:
+    with suppress(FileNotFoundError), ExitStack() as stack:
+        lock = stack.enter_context((folder / LOCK).open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -100,4 +114,7 @@ def exclusive(folder: Path) -> Generator[None]:
                 "another process is making the environment in %s; waiting for it", folder
             )
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+            stack.pop_all()
+            return lock
+    return None

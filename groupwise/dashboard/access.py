@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class AccessControl:
         self._count = count
         self._form_token = secrets.token_hex(32)
         self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+        self._lock = threading.Lock()
+        """Keys are tried in threads, and the buckets are for one at a time."""
         self._signed_out: dict[str, None] = {}
 
     @property
@@ -83,7 +86,9 @@ class AccessControl:
 
     def admit(self, key: str, address: str) -> str | None:
         """A cookie for this key; None if the key is unknown. Raises `rate_limited`."""
-        if seconds := self._attempts.take(address):
+        with self._lock:
+            seconds = self._attempts.take(address)
+        if seconds:
             raise Refusal("rate_limited", retry_after=seconds)
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
         if caller is None or self._keys is None:

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core import atomic_files
-from groupwise.core.errors import CheckpointError, ResumeMismatchError, StoreError
+from groupwise.core.errors import (
+    CheckpointError,
+    GroupwiseError,
+    ResumeMismatchError,
+    RunNotFoundError,
+    StoreError,
+)
 from groupwise.runs import record_segments
 
 FORMAT = 1
@@ -66,13 +72,15 @@ class Checkpoint:
     """Seconds since 1970."""
 
     def verify(self, *, carried: bool = False) -> None:
-        """Read every file and compare it with the manifest; CheckpointError names the first difference.
+        """Read every file and compare it with the manifest; CheckpointError names the first difference. Raises what `reading` does.
 
         The `carried` files are as long as the whole record of the run, and are read only if asked for; their sizes are always compared.
         """
         try:
             _check_files(self.path, self.files, contents=True, carried=carried)
         except _Damaged as damage:
+            if not self.path.is_dir():
+                raise RunNotFoundError(_deleted_while_read(self.path)) from damage
             raise CheckpointError(
                 f"the checkpoint {self.path} is damaged: {damage}. "
                 "Resume from an earlier one, or restore it from a copy."
@@ -164,7 +172,8 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
         try:
             good.append(_read_checkpoint(path, verify and not good))
         except _Damaged as damage:
-            skipped.append(SkippedCheckpoint(path, str(damage)))
+            if path.is_dir():  # otherwise its run has deleted it meanwhile
+                skipped.append(SkippedCheckpoint(path, str(damage)))
     return CheckpointList(reversed(good), reversed(skipped))
 
 
@@ -182,6 +191,26 @@ def read(path: Path) -> Checkpoint:
         return _read_checkpoint(path, verify=False)
     except _Damaged as damage:
         raise CheckpointError(f"{path} is not a complete checkpoint: {damage}.") from damage
+
+
+@contextmanager
+def reading(weights: Path | None) -> Generator[None]:
+    """Inside, weights are read from a folder. If that is a checkpoint which its run deletes meanwhile, any error becomes a RunNotFoundError
+    that says so.
+    """
+    try:
+        yield
+    except (OSError, GroupwiseError) as error:
+        if weights is None or weights.is_dir() or not _NAME.fullmatch(weights.name):
+            raise
+        raise RunNotFoundError(_deleted_while_read(weights)) from error
+
+
+def _deleted_while_read(path: Path) -> str:
+    return (
+        f"{path} was deleted by the run while it was read, because newer ones are there (run.save_total_limit). "
+        "Give the command again."
+    )
 
 
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
@@ -313,12 +342,15 @@ def _check_files(
         file = path / name
         if not file.is_file():
             raise _Damaged(f"{name} is missing")
-        size = file.stat().st_size
-        if size != entry.size:
-            raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
-        is_read = contents and (carried or not name.startswith(f"{RUN_FILES}/"))
-        if is_read and _sha256(file) != entry.sha256:
-            raise _Damaged(f"{name} was changed since it was written")
+        try:
+            size = file.stat().st_size
+            if size != entry.size:
+                raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
+            is_read = contents and (carried or not name.startswith(f"{RUN_FILES}/"))
+            if is_read and _sha256(file) != entry.sha256:
+                raise _Damaged(f"{name} was changed since it was written")
+        except FileNotFoundError as error:  # the run deletes this checkpoint at the moment
+            raise _Damaged(f"{name} is missing") from error
 
 
 def _sha256(path: Path) -> str:

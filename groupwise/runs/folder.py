@@ -110,12 +110,10 @@ class RunFolder:
             runs_dir.mkdir(parents=True, exist_ok=True)
         # Runs that died before they were published.
         for building_folder in runs_dir.glob(f"{atomic_files.BUILDING}*"):
-            lock_file = building_folder / LOCK
-            is_old = (
-                lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS
-            )
-            if is_old and not is_held(building_folder):
-                shutil.rmtree(building_folder, ignore_errors=True)
+            with suppress(FileNotFoundError):  # just begun; or another process has finished it
+                age = time.time() - (building_folder / LOCK).stat().st_mtime
+                if age > BUILDING_SECONDS and not is_held(building_folder):
+                    shutil.rmtree(building_folder, ignore_errors=True)
         while True:
             with _explaining_folder_errors(runs_dir):
                 path = _free_path(runs_dir, name)

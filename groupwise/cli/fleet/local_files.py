@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _store_files(
     access: FleetClient, files: Iterable[Mapping[str, Path]], dry_run: bool
 ) -> dict[Path, list[Any]]:
     """Upload files to the fleet's store, and return their manifest entries. `dry_run`: only compute the entries."""
-    from groupwise.jobs.hosts.files import hash_of
+    from groupwise.jobs.hosts.files import open_local
 
     paths: dict[str, Path] = {}
     for manifest in files:
@@ -123,10 +124,12 @@ def _store_files(
             # Lines of an array may have different files of the same name; these get absolute paths, which no path in a job's folder is.
             paths[name if paths.get(name, path) == path else str(path.absolute())] = path
     if dry_run:
-        return {
-            path: [hash_of(path), path.stat().st_mode & 0o777, path.stat().st_size]
-            for path in dict.fromkeys(paths.values())
-        }
+        entries: dict[Path, list[Any]] = {}
+        for path in dict.fromkeys(paths.values()):
+            with open_local(path) as file:
+                status, digest = os.fstat(file.fileno()), hashlib.file_digest(file, "sha256")
+            entries[path] = [digest.hexdigest(), status.st_mode & 0o777, status.st_size]
+        return entries
     if not paths:
         return {}
     with progress() as on_progress:

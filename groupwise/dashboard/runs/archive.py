@@ -10,6 +10,9 @@ import zipfile
 from collections.abc import Generator
 from pathlib import Path
 
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunNotFoundError
+
 CHUNK_BYTES = 1 << 20
 """Bytes read at once."""
 
@@ -38,19 +41,25 @@ class _ArchiveBuffer:
 def files_of(folder: Path) -> list[Path]:
     """All files below a folder, sorted; files outside of it that a link points to are left out."""
     root = folder.resolve()
-    return sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.resolve().is_relative_to(root)
-    )
+    return [
+        path for path in atomic_files.files_below(folder) if path.resolve().is_relative_to(root)
+    ]
 
 
 def archive(folder: Path, name: str) -> Generator[bytes]:
-    """The archive in pieces; paths in it start with `name`."""
+    """The archive in pieces; paths in it start with `name`. RunNotFoundError if a file is removed meanwhile: nobody should take a part
+    of a checkpoint for the whole.
+    """
     pipe = _ArchiveBuffer()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as zip_file:
         for file in files_of(folder):
             archive_name = f"{name}/{file.relative_to(folder).as_posix()}"
-            info = zipfile.ZipInfo.from_file(file, archive_name, strict_timestamps=False)
-            with file.open("rb") as source, zip_file.open(info, "w", force_zip64=True) as target:
+            try:
+                info = zipfile.ZipInfo.from_file(file, archive_name, strict_timestamps=False)
+                source = file.open("rb")
+            except FileNotFoundError:
+                raise RunNotFoundError(f"{folder.name} was removed while it was sent.") from None
+            with source, zip_file.open(info, "w", force_zip64=True) as target:
                 while chunk := source.read(CHUNK_BYTES):
                     target.write(chunk)
                     yield pipe.take()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,10 @@ def weights(visit: Visit) -> Page:
     """The files of a checkpoint, or of the final weights."""
     path = visit.context.run(visit.path_part("run"))
     folder = _weights_folder(path, visit.path_part("where"))
-    try:
-        files = [
-            (file.relative_to(folder).as_posix(), file.stat().st_size) for file in files_of(folder)
-        ]
-    except OSError:
-        raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
+    files = [
+        (file.relative_to(folder).as_posix(), status.st_size)
+        for file, status in _files_with_status(folder)
+    ]
     final = folder.name == FINAL
     step = final_step(path) if final else int(folder.name.removeprefix("step-"))
     with Store.open(path / RECORD, readonly=True) as store:
@@ -55,6 +54,7 @@ def download_archive(visit: Visit) -> Response:
     """All of them as one archive."""
     path = visit.context.run(visit.path_part("run"))
     folder = _weights_folder(path, visit.path_part("where"))
+    _files_with_status(folder)
     name = f"{_header_safe(path.name)}-{folder.name}"
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
     return ClosingStream(archive(folder, name), media_type="application/zip", headers=headers)
@@ -64,9 +64,14 @@ def download_file(visit: Visit) -> Response:
     """One of them."""
     folder = _weights_folder(visit.context.run(visit.path_part("run")), visit.path_part("where"))
     name = visit.path_part("file")
-    for path in files_of(folder):
+    for path, status in _files_with_status(folder):
         if path.relative_to(folder).as_posix() == name:
-            return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+            return FileResponse(
+                path,
+                media_type="application/octet-stream",
+                filename=path.name,
+                stat_result=status,
+            )
     raise RunNotFoundError(f"{folder.name} has no file {name[:100]!r}.")
 
 
@@ -101,7 +106,9 @@ class ClosingStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, as an ASGI application."""
         try:
-            await super().__call__(scope, receive, send)
+            # If the run deletes a file that was still to be sent, the connection ends early, so that the client sees a broken download.
+            with suppress(RunNotFoundError):
+                await super().__call__(scope, receive, send)
         finally:
             await asyncio.shield(asyncio.to_thread(self._chunks.close))
 
@@ -114,6 +121,15 @@ def _weights_folder(run: Path, name: str) -> Path:
         if folder.is_dir() and folder.resolve().is_relative_to(run.resolve()):
             return folder
     raise RunNotFoundError(f"{run.name} has no weights called {name[:40]!r}.")
+
+
+def _files_with_status(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """All files of a folder with weights. Raises RunNotFoundError if the run has just deleted it."""
+    with suppress(FileNotFoundError):
+        files = [(file, file.stat()) for file in files_of(folder)]
+        if files or folder.is_dir():
+            return files
+    raise RunNotFoundError(f"{folder.name} was removed a moment ago.")
 
 
 def _header_safe(name: str) -> str:

@@ -180,9 +180,7 @@ def _checkpoint_rows(path: Path) -> list[dict[str, Any]]:
             if (size := _folder_size(checkpoint.path)) is not None
         ]
         damaged = [
-            {"step": None, "bytes": None, "damaged": str(skipped)}
-            for skipped in scan.skipped
-            if skipped.path.exists()
+            {"step": None, "bytes": None, "damaged": str(skipped)} for skipped in scan.skipped
         ]
         return [*complete, *damaged]
     return []

@@ -87,11 +87,11 @@ def tokenizer_of(run: Path) -> TokenReader:
         run / FINAL / FILE,
         *sorted(run.glob(f"hub/*/*/files/{FILE}")),
     ):
-        if (
-            file.is_file()
-            and (reader := _reader_of(str(file), file.stat().st_mtime_ns)) is not None
-        ):
-            return reader
+        with suppress(
+            OSError
+        ):  # there is none; or an upload to the hub has ended, and left the queue
+            if (reader := _reader_of(str(file), file.stat().st_mtime_ns)) is not None:
+                return reader
     with suppress(GroupwiseError, KeyError, TypeError):
         return _reader_of_model(str(read_config(run)["model"]["name"])) or IdReader()
     return IdReader()

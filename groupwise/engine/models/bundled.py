@@ -169,7 +169,8 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
     try:
         fill(building)
         if final.exists() and not _is_complete(final):
-            shutil.rmtree(final)  # incomplete: part of it was deleted
+            # Incomplete: part of it was deleted. Another process may find and remove it too.
+            shutil.rmtree(final, ignore_errors=True)
         try:
             building.rename(final)
         except OSError:

@@ -47,7 +47,7 @@ class QueuedUpload:
     def drop(self) -> None:
         """Remove the entry."""
         atomic_files.remove_file(self.folder / TARGET)
-        shutil.rmtree(self.folder)
+        _remove(self.folder)
 
     @property
     def is_there(self) -> bool:
@@ -77,7 +77,7 @@ class Queue:
         valid = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
             if folder not in valid:
-                shutil.rmtree(folder)
+                _remove(folder)
 
 
 def queue(run: Path, name: str) -> Queue:
@@ -97,6 +97,12 @@ def _read_entries(files: Iterable[Path]) -> list[QueuedUpload]:
             target = Target(**json.loads(file.read_bytes()))
             entries.append(QueuedUpload(_step_of(file.parent), file.parent, target))
     return entries
+
+
+def _remove(folder: Path) -> None:
+    """Remove an entry's folder, unless another process does so at the moment: `runs push` may still upload when the run is resumed."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _step_of(folder: Path) -> int:

@@ -397,7 +397,9 @@ class AwsBackend:
             )
         ending = record.endings.get(handle.attempt) if record else None
         log = self._records.log(handle.name, handle.attempt)
-        log_size = log.stat().st_size if log.exists() else 0
+        log_size = 0
+        with suppress(FileNotFoundError):  # not fetched yet, or removed with the job
+            log_size = log.stat().st_size
         if ending is None and machine is not None and machine.is_alive:
             if "begun" in machine.tags:
                 raise JobNotFound(f"{machine.id} knows nothing of {handle.name}.")

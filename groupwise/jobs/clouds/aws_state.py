@@ -207,7 +207,9 @@ class JobRecords:
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
     """The newest complete checkpoint among the results in a folder; its files are put into the store."""
     candidates: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
-    for manifest in results.rglob(MANIFEST):
+    for manifest in atomic_files.files_below(results):
+        if manifest.name != MANIFEST:
+            continue
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
         if not path.parts or path.parts[0] in (EARLIER, INCOMING):
             continue

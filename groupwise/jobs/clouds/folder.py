@@ -202,6 +202,8 @@ def set_aside(folder: Path) -> Path | None:
     if not note.exists():
         return None
     with _locked(folder):
+        if not note.exists():  # another process has moved them while this one waited for the lock
+            return None
         _, brought = _read_note(note)
         target = _unused_path(folder / EARLIER / "job")
         target.mkdir(parents=True)
@@ -231,7 +233,9 @@ def _locked(folder: Path) -> Generator[None]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(lock), incoming.stat()):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):  # the latter: `set_aside` has just removed it
             raise Busy(f"another process is fetching into {folder} at the moment.") from None
         yield
     except (OSError, StoreError) as error:

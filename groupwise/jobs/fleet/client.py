@@ -56,7 +56,7 @@ from groupwise.jobs.fleet.download import (
 )
 from groupwise.jobs.fleet.retry import RETRY_SECONDS, AwayError, RequestRetries, is_temporary
 from groupwise.jobs.fleet.text_validation import require_passable
-from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below, open_local
+from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below, open_local, total_size
 from groupwise.jobs.hosts.spec import FileEntry
 
 Document = dict[str, Any]
@@ -763,7 +763,7 @@ def own_name(path: str | Path) -> str:
 
 def _hash_files(files: Mapping[str, Path], on_progress: OnProgress) -> dict[str, FileEntry]:
     """Hash each file up to its size when opened: a file that is still being written to may have no end."""
-    progress = ProgressCounter(on_progress, sum(path.stat().st_size for path in files.values()))
+    progress = ProgressCounter(on_progress, total_size(files.values()))
     entries: dict[str, FileEntry] = {}
     for name, path in files.items():
         digest, size = hashlib.sha256(), 0

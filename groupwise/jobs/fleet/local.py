@@ -30,7 +30,7 @@ from groupwise.jobs.fleet.download import OnProgress, ProgressCounter, no_progre
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.notify.local import OpenFolder, command_socket
 from groupwise.jobs.fleet.settings import FleetPlace
-from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.files import BlobStore, total_size
 
 if TYPE_CHECKING:
     from groupwise.api.http.in_process import InProcessTransport
@@ -198,9 +198,7 @@ class LocalFleet(FleetClient):
     ) -> dict[str, list[Any]]:
         """See `FleetClient.upload`. Files of this machine are read once, and copied while they are hashed."""
         local_files = named_files(files)
-        progress = ProgressCounter(
-            on_progress, sum(path.stat().st_size for path in local_files.values())
-        )
+        progress = ProgressCounter(on_progress, total_size(local_files.values()))
         entries = BlobStore(self.place.blobs).put_files(
             local_files, lambda name, count: progress.add(f"copying {name}", count)
         )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO
 
 from groupwise.core.errors import RunError, UsageError
 from groupwise.jobs.hosts.spec import SHA256, FileEntry
@@ -70,9 +70,11 @@ class BlobBusy(BlobError):
 
 def walk(root: Path, top: Path, is_skipped: Callable[[str], bool] = lambda _: False) -> list[str]:
     """Paths relative to `root` of everything below `top` but folders; links to folders are not entered. `is_skipped`: names of folders to
-    leave out. Raises UsageError for a folder that cannot be read."""
+    leave out. A folder that is removed meanwhile is left out. Raises UsageError for one that cannot be read."""
 
-    def refuse(error: OSError) -> NoReturn:
+    def refuse(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError) and Path(error.filename) != top:
+            return
         raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}.")
 
     paths: list[str] = []
@@ -112,6 +114,15 @@ def open_local(path: Path) -> io.BufferedReader:
         return path.open("rb")
     except OSError as error:
         raise UsageError(f"{path} cannot be read, and is to be sent: {error.strerror}.") from None
+
+
+def total_size(paths: Iterable[Path]) -> int:
+    """Bytes of the files that the user wants to send, for a line of progress. `open_local` refuses one that has just been removed."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def hash_of(path: Path) -> str:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from groupwise.core import atomic_files
-from groupwise.core.errors import UsageError
+from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.server.engine.tinker_protocol import ModelSpec, Stored, StoredKind
 
 DESCRIPTION = "saved.json"
@@ -87,6 +87,17 @@ class SavedFolders:
             ModelSpec(**description["spec"]), description["fingerprint"], description["call"]
         )
 
+    @contextmanager
+    def using(self, stored: Stored) -> Generator[None]:
+        """Inside, the folder of saved weights is used. If they are removed meanwhile, because they expire or a client deletes them, any
+        error becomes a UsageError that says so.
+        """
+        try:
+            yield
+        except (OSError, GroupwiseError):
+            self.read(stored)
+            raise
+
     def check_free(self, stored: Stored, call: int) -> None:
         """Raise UsageError if the name is taken, unless by this same call."""
         if not self.path_of(stored).is_dir() or self.read(stored).call == call:
@@ -99,10 +110,14 @@ class SavedFolders:
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
     def write_note(self, stored: Stored, note: CheckpointNote) -> None:
-        """Write the note of saved weights; an earlier one is replaced. If there was none and nothing is noted, nothing is written."""
+        """Write the note of saved weights; an earlier one is replaced. If there was none and nothing is noted, nothing is written.
+
+        Raises UsageError if the weights have been removed.
+        """
         path = self.path_of(stored) / NOTE
         if note != CheckpointNote() or path.is_file():
-            atomic_files.write_json(path, asdict(note))
+            with self.using(stored):
+                atomic_files.write_json(path, asdict(note))
 
     def read_note(self, stored: Stored) -> CheckpointNote:
         """The note of saved weights; an empty one if none was written."""
@@ -116,8 +131,12 @@ class SavedFolders:
         return (self.path_of(stored) / DESCRIPTION).stat().st_mtime
 
     def size_of(self, stored: Stored) -> int:
-        """Size of the saved files in bytes."""
-        return sum(path.stat().st_size for path in self.path_of(stored).iterdir())
+        """Size of the saved files in bytes. FileNotFoundError if the weights are missing."""
+        size = 0
+        for path in self.path_of(stored).iterdir():
+            with suppress(FileNotFoundError):  # a note under construction, which was renamed
+                size += path.stat().st_size
+        return size
 
     def checkpoints(self, model: str | None = None) -> Iterator[Stored]:
         """All weights saved under names that clients chose, of one model or of all."""

@@ -254,10 +254,11 @@ class EngineModels:
                 f"attn {own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
             )
         folder = self._base_state.folders.path_of(stored)
-        if with_optimiser:
-            model_state.parts.learner.load(str(folder))
-        else:
-            model_state.parts.model.call_now("learner.load_weights", str(folder))
+        with self._base_state.folders.using(stored):
+            if with_optimiser:
+                model_state.parts.learner.load(str(folder))
+            else:
+                model_state.parts.model.call_now("learner.load_weights", str(folder))
         await self._keep_state(model, keep_as)
 
     def _find_model(self, name: str) -> _Model:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from groupwise.api.schemas.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.atomic_files import files_below
 from groupwise.server.run.engine_supervisor import DISK_FULL_RETRY_SECONDS, is_full
 
 _PATH = re.compile(PATH_PATTERN)
@@ -61,19 +62,24 @@ class Files:
     def list(self, path: str) -> FolderAnswer:
         """The files of a folder, sorted by name, with their sizes."""
         folder = self.folder(path)
-        return FolderAnswer(
-            files=[
-                FileFacts(path=str(path.relative_to(folder)), size=path.stat().st_size)
-                for path in sorted(folder.rglob("*"))
-                if path.is_file()
-            ]
-        )
+        try:
+            return FolderAnswer(
+                files=[
+                    FileFacts(path=str(path.relative_to(folder)), size=path.stat().st_size)
+                    for path in files_below(folder)
+                ]
+            )
+        except FileNotFoundError:  # another request deletes the folder at the moment
+            raise _unknown_file(path) from None
 
     def read(self, path: str, offset: int) -> bytes:
         """A piece of a file, of at most `PIECE` bytes; empty at or after the end."""
-        with self.file(path).open("rb") as file:
-            file.seek(min(offset, os.fstat(file.fileno()).st_size))
-            return file.read(PIECE)
+        try:
+            with self.file(path).open("rb") as file:
+                file.seek(min(offset, os.fstat(file.fileno()).st_size))
+                return file.read(PIECE)
+        except FileNotFoundError:  # another request has just deleted it
+            raise _unknown_file(path) from None
 
     def seal(self, *paths: str | None) -> list[str]:
         """Accept no more files in these folders, because their checked contents are being loaded, possibly several times. Returns them, for

@@ -9,7 +9,7 @@ from pathlib import Path
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import CheckpointAnswer, CheckpointsAnswer
-from groupwise.core.errors import CheckpointError
+from groupwise.core.errors import CheckpointError, StoreError
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
@@ -54,7 +54,7 @@ class Checkpoints:
             path = await self._newest_state(row)
             try:
                 checkpoint = await asyncio.to_thread(self._named.keep, name, path, row, caller)
-            except (FileNotFoundError, CheckpointError):
+            except (StoreError, CheckpointError):
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
         await self._ledger.do(ledger_operations.keep_checkpoint, checkpoint, caller)

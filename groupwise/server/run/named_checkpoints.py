@@ -17,7 +17,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import CheckpointAnswer
 from groupwise.core import atomic_files
 from groupwise.runs import checkpoints
-from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.checkpoints import MANIFEST, Checkpoint
 from groupwise.runs.folder import CHECKPOINTS
 from groupwise.server.ledger.runs import RunRow
 
@@ -51,39 +51,42 @@ class NamedCheckpoints:
 
     def saved_by_request(self, name: str, caller: Caller) -> CheckpointAnswer | None:
         """The checkpoint of this name, if this same request (by its Idempotency-Key) has made it."""
-        file = self._root / name / SAVED
-        if caller.answer_key is None or not file.is_file():
+        facts = self._read(name)
+        if caller.answer_key is None or facts is None:
             return None
-        facts = json.loads(file.read_text())
         if facts.get("asked") != _request_name(caller):
             return None
         return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
-        """Save a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
+        """Save a checkpoint under a name. StoreError or CheckpointError if it is pruned meanwhile."""
         self.refuse_taken(name)
         saved_checkpoint = checkpoints.read(checkpoint)
 
         def fill(folder: Path) -> None:
-            for file in sorted(checkpoint.rglob("*")):
-                if file.is_file():
-                    copy = folder / file.relative_to(checkpoint)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    atomic_files.keep_file(file, copy)
+            # Not the files that are there: the run may be deleting them.
+            for file in (*saved_checkpoint.files, MANIFEST):
+                copy = folder / file
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                atomic_files.keep_file(checkpoint / file, copy)
             facts = {"run": row.run, "step": saved_checkpoint.step, "settings": row.settings}
             (folder / SAVED).write_text(json.dumps({**facts, "asked": _request_name(caller)}))
 
-        atomic_files.make_folder(self._root / name, fill, replace=False)
+        try:
+            atomic_files.make_folder(self._root / name, fill, replace=False)
+        except FileExistsError:  # another request has taken the name meanwhile
+            self.refuse_taken(name)
+            raise
         return CheckpointAnswer(name=name, run_id=row.run, step=saved_checkpoint.step, address=name)
 
     def list_checkpoints(self) -> Iterator[CheckpointAnswer]:
         """All named checkpoints, sorted by name; not those that are being written."""
         for file in sorted(self._root.glob(f"[!.]*/{SAVED}")):
-            try:
-                facts, name = json.loads(file.read_text()), file.parent.name
-            except FileNotFoundError:  # it is being deleted
-                continue
-            yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
+            name = file.parent.name
+            if (facts := self._read(name)) is not None:
+                yield CheckpointAnswer(
+                    name=name, run_id=facts["run"], step=facts["step"], address=name
+                )
 
     def automatic(self, row: RunRow) -> list[Checkpoint]:
         """The automatic checkpoints in a run's folder, oldest first."""
@@ -92,9 +95,8 @@ class NamedCheckpoints:
     def find(self, name: str) -> StartCheckpoint | None:
         """The named checkpoint; None if it does not exist."""
         folder = self._root / name
-        if folder.parent != self._root or not (folder / SAVED).is_file():
+        if folder.parent != self._root or (facts := self._read(name)) is None:
             return None
-        facts = json.loads((folder / SAVED).read_text())
         return StartCheckpoint(folder, facts["settings"], facts["run"], facts["step"])
 
     def of_run(self, run: str) -> list[Path]:
@@ -104,6 +106,13 @@ class NamedCheckpoints:
             for checkpoint in self.list_checkpoints()
             if checkpoint.run_id == run
         ]
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """What `saved.json` says of a named checkpoint; None if there is none, or it is being deleted."""
+        try:
+            return json.loads((self._root / name / SAVED).read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def _request_name(caller: Caller) -> list[str] | None:

@@ -124,10 +124,10 @@ class Checkpoints:
         self.check_available(stored)
         try:
             await asyncio.to_thread(self._folders.read, stored)
+            note = await asyncio.to_thread(self._folders.read_note, stored)
+            await self._write_note(stored, replace(note, expires_at=at))
         except UsageError as error:
             raise NotFound(str(error)) from None
-        note = await asyncio.to_thread(self._folders.read_note, stored)
-        await self._write_note(stored, replace(note, expires_at=at))
 
     def _list(self, model: str | None) -> list[Checkpoint]:
         checkpoints: list[Checkpoint] = []
@@ -170,7 +170,7 @@ class Checkpoints:
             for stored in [stored for stored in self._expires_at if self._has_expired(stored)]:
                 if stored not in self._saving and not self._is_sampled(stored):
                     await asyncio.to_thread(self._folders.forget, stored)
-                    del self._expires_at[stored]
+                    self._expires_at.pop(stored, None)  # a request may have set no expiry meanwhile
                     logger.info("%s has expired, or was deleted: its files are removed", stored)
 
     async def _sweep(self) -> None:

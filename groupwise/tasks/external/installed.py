@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -181,11 +182,11 @@ def _hashes(report: Path) -> dict[str, str]:
 def _digest(folder: Path) -> str:
     """Digest of the files of a folder (SHA-256, hex, 16 digits), without hidden ones, what Python compiled and what building left."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    for path in atomic_files.files_below(folder):
         parts = path.relative_to(folder).parts
         is_made = any(part.startswith((".", "__pycache__")) for part in parts)
         is_made = is_made or parts[0] == "build" or parts[0].endswith(".egg-info")
-        if path.is_file() and not is_made:
+        if not is_made:
             digest.update(f"{parts}".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -221,13 +222,16 @@ def list_installed() -> list[Installed]:
 def remove(name: str) -> None:
     """Remove an environment. Raises UsageError if there is none."""
     require(name)
-    with exclusive(_home() / name):
-        for entry in (_home() / name).iterdir():
+    folder = _home() / name
+    with exclusive(folder):
+        for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
             elif entry.name != LOCK:
                 entry.unlink()
-    shutil.rmtree(_home() / name)
+        (folder / LOCK).unlink()  # last: until then nobody else makes this environment
+    with suppress(OSError):  # another process makes it again
+        folder.rmdir()
 
 
 def require(name: str, kind: str | None = None) -> Installed:

@@ -32,8 +32,6 @@ MAX_WAITING = 10
 """Default of `max_waiting`: the largest number of checkpoints that are kept on disk while the hub cannot be reached."""
 CHECK_INTERVAL = 0.2
 """Seconds between two checks for Ctrl-C while a run waits for its uploads."""
-HUB_UNREACHABLE = "away"
-"""Prefix of warning causes that are failures of the hub. A successful upload clears them, so a later failure is warned of again."""
 
 
 class PushToHubRevision(Callback):
@@ -67,7 +65,9 @@ class PushToHubRevision(Callback):
         self._round: Future[None] | None = None
         """The last requested round; a round uploads everything that is queued when it starts."""
         self._warned: set[str] = set()
-        """Causes that were already logged as a warning: branches that refuse, failures of the hub."""
+        """Causes that were already logged as a warning, such as branches that refuse."""
+        self._hub_failures: set[str] = set()
+        """Failures of the hub that were already logged as a warning, since the last successful upload; only the thread uses this."""
         self._no_answer: str | None = None
         """The hub's error if it did not answer `check`, so it is not known whether the run may write; otherwise None."""
         self._lock = threading.Lock()
@@ -114,8 +114,9 @@ class PushToHubRevision(Callback):
         card = model_card(run.folder, checkpoint, run.step, location=location)
         # Drop the oldest entries if this one would be too many, but not the entry that is being uploaded.
         with self._lock:
-            waiting = queue.waiting()
-            candidates = [entry for entry in waiting if entry.step != self._uploading]
+            # Read before the queue: an upload that ends meanwhile removes its entry first.
+            uploading, waiting = self._uploading, queue.waiting()
+            candidates = [entry for entry in waiting if entry.step != uploading]
             for entry in candidates[: max(0, len(waiting) + 1 - self.max_waiting)]:
                 entry.drop()
                 self._dropped_steps.append(entry.step)
@@ -186,26 +187,26 @@ class PushToHubRevision(Callback):
             try:
                 upload = entry.push()
                 logger.info("uploaded %s, commit %s", upload.url, upload.commit)
-                self._warned = {
-                    cause for cause in self._warned if not cause.startswith(HUB_UNREACHABLE)
-                }
+                self._hub_failures.clear()
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))
             except EndpointError as error:
                 # The messages of equal failures may differ by a request id, so the cause is keyed by type and HTTP status.
                 answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
-                    f"{HUB_UNREACHABLE} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
+                    f"{type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
                     f"{error} The run goes on; it is tried again at each checkpoint",
+                    self._hub_failures,
                 )
                 return
             finally:
                 self._uploading = None
 
-    def _warn_once(self, cause: str, text: str) -> None:
-        """Log a warning the first time a cause appears, and an info line after that."""
-        logger.log(logging.INFO if cause in self._warned else logging.WARNING, "%s", text)
-        self._warned.add(cause)
+    def _warn_once(self, cause: str, text: str, warned: set[str] | None = None) -> None:
+        """Log a warning the first time a cause appears, and an info line after that. `warned`: the causes so far."""
+        warned = self._warned if warned is None else warned
+        logger.log(logging.INFO if cause in warned else logging.WARNING, "%s", text)
+        warned.add(cause)
 
 
 class _Uploader:

@@ -24,6 +24,7 @@ from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Group, Sampler, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
+from groupwise.runs import checkpoints
 from groupwise.runs.folder import SERVER_LOG, read_config, result_file
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -557,7 +558,8 @@ async def _answer_and_score(
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
     rollouts = rollout_builder.build_rollouts(config, task, tokenizer, layout.key_length)
-    parts = await start_serving(config, layout, policy.folder, server_log)
+    with checkpoints.reading(policy.folder):
+        parts = await start_serving(config, layout, policy.folder, server_log)
     try:
         held_out_set = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(held_out_set, parts.sampler, scorer, tokenizer, policy.label)

@@ -245,7 +245,8 @@ def copy_start_weights(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded
     """Copy the initial weights into the run's folder, which then depends on no other folder, and change their path in its config."""
     start_file = folder.path / START
     temp_folder = atomic_files.building_path(start_file)
-    shutil.copytree(start, temp_folder, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
+    with checkpoints.reading(start):
+        shutil.copytree(start, temp_folder, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
     atomic_files.publish_folder(temp_folder, start_file)
     loaded = starting_from(loaded, start_file.resolve())
     atomic_files.write_json(folder.path / CONFIG, resolved_values(loaded.config))

@@ -27,6 +27,7 @@ from groupwise.core.errors import ModelError, RunError, UsageError
 from groupwise.engine.models.artefact import CARD, TOKENIZER, is_adapter, write_artefact
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.config import ModelConfig, recorded_base
+from groupwise.runs import checkpoints
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, read_config, read_summary
 from groupwise.runs.record_files import check_can_write, write_record
@@ -103,17 +104,19 @@ def export(
         )
     step = int(policy.label.rpartition("@")[2])
     weights = _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
-    if to == "adapter" and not is_adapter(weights.folder):
-        raise UsageError(
-            f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
-        )
+    with checkpoints.reading(weights.folder):
+        if to == "adapter" and not is_adapter(weights.folder):
+            raise UsageError(
+                f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
+            )
     program = _find_converter(converter) if to == "gguf" else None
     min_kept = MIN_KEPT_SHARE if keep_change else 0.0
 
     def fill(folder: Path) -> None:
         _write_weights(weights, to, dtype, program, folder, output, min_kept)
 
-    file_names = _fill_output(output, force, fill)
+    with checkpoints.reading(weights.folder):
+        file_names = _fill_output(output, force, fill)
     return Exported(weights.run.name, weights.step, to, output, file_names)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from groupwise.core.errors import (
     CheckpointError,
-    GroupwiseError,
     ResumeMismatchError,
     RunNotFoundError,
     UsageError,
@@ -220,7 +219,7 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
         if checkpoint.step <= step:
             try:
                 checkpoint.verify()
-            except CheckpointError:
+            except (CheckpointError, RunNotFoundError):  # damaged, or just deleted by the run
                 continue
             return checkpoint
     return None
@@ -334,15 +333,8 @@ async def _load_start(run: Learning, recording: _Recording) -> str | None:
         )
         fingerprint = next(fingerprints, None)
     else:
-        try:
+        with checkpoints.reading(checkpoint.path):
             run.learner.load(str(checkpoint.path))
-        except (OSError, GroupwiseError) as error:
-            if checkpoint.path.is_dir():
-                raise
-            raise CheckpointError(
-                f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
-                "(run.save_total_limit). Give the command again."
-            ) from error
         run.load_state(checkpoint.extra["position"])
         fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)

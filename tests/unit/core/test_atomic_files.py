@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
+from tests.meanwhile import right_before
 
 
 class Died(BaseException):
@@ -215,3 +216,31 @@ def test_sweep_takes_only_what_is_under_construction(tmp_path: Path) -> None:
     (tmp_path / ".hidden").touch()
     assert len(atomic_files.sweep(tmp_path)) == 3
     assert names(tmp_path) == [".hidden", "step-2"]
+
+
+def test_files_that_are_removed_while_they_are_listed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("a/b/inner", "a/outer", "kept", "z/kept")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("z")
+    assert atomic_files.files_below(tmp_path) == [tmp_path / name for name in names]
+    assert atomic_files.files_below(tmp_path / "missing") == []
+    inner = tmp_path / "a" / "b"
+
+    def remove() -> None:
+        (inner / "inner").unlink()
+        inner.rmdir()
+        (tmp_path / "a" / "outer").unlink()  # it is listed already
+
+    right_before(monkeypatch, os, "scandir", remove, lambda path: str(path) == str(inner))
+    assert atomic_files.files_below(tmp_path) == [tmp_path / "kept", tmp_path / "z" / "kept"]
+
+
+def test_a_folder_that_another_process_has_removed_is_no_error(
+    tmp_path: Path, points: list[str]
+) -> None:
+    atomic_files.remove_folder(tmp_path / "gone")
+    assert points == ["remove:gone:before"]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import shutil
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.types import Message
 
 from groupwise.dashboard.runs import archive as made
+from groupwise.dashboard.runs import files
 from groupwise.dashboard.runs.archive import archive
+from groupwise.dashboard.runs.tokens import tokenizer_of
 from groupwise.runs import checkpoints
+from tests.meanwhile import right_after
 from tests.unit.dashboard.dashboard_client import asking
 from tests.web_runs import write_run
 
@@ -85,3 +91,51 @@ async def test_symbolic_links_in_a_run_folder_are_not_served(
         assert (await client.get(f"{base}/{path}")).status_code == 404, path
     archived = (await client.get(f"{base}/final.zip")).content
     assert b"of somebody else" not in archived
+
+
+@pytest.mark.parametrize("address", ["step-2", "step-2.zip", "step-2/adapter.safetensors"])
+async def test_a_checkpoint_that_is_pruned_while_it_is_asked_for_is_not_found(
+    address: str, client: httpx2.AsyncClient, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run / "checkpoints" / "step-2"
+    right_after(monkeypatch, files, "files_of", lambda: shutil.rmtree(folder))
+    answer = await client.get(f"/runs/odd%20name/weights/{address}")
+    assert answer.status_code == 404
+    assert "removed a moment ago" in answer.text
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+async def test_an_archive_whose_checkpoint_is_pruned_breaks_off(version: str, run: Path) -> None:
+    """So that nobody takes a part of a checkpoint for the whole."""
+    folder = run / "checkpoints" / "step-2"
+    stream = files.ClosingStream(archive(folder, "x"))
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 2:
+            shutil.rmtree(folder)
+
+    scope = {"type": "http", "method": "GET", "asgi": {"version": "3.0", "spec_version": version}}
+    await stream(scope, asyncio.Event().wait, send)  # pyright: ignore[reportArgumentType]
+    assert [message.get("more_body") for message in sent[1:]] == [True] * (len(sent) - 1)
+    with pytest.raises(zipfile.BadZipFile):
+        zipfile.ZipFile(io.BytesIO(b"".join(message["body"] for message in sent[1:])))
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_the_tokenizer_of_an_upload_that_ends_meanwhile_is_passed_over(
+    looks: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run / "hub" / "me%2Fmodel@main" / "step-000000002" / "files" / "tokenizer.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    looked: list[Path] = []
+
+    def is_due(path: Path) -> bool:
+        looked.extend([path] if path == file else [])
+        return len(looked) == looks
+
+    right_after(monkeypatch, Path, "stat", lambda: shutil.rmtree(file.parents[1]), is_due)
+    assert tokenizer_of(run).pieces([7]) == ["⟨7⟩"]
+    assert not file.exists()

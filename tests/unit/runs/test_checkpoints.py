@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.core.errors import ResumeMismatchError
+from groupwise.core.errors import ModelError, ResumeMismatchError, RunNotFoundError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST
+from tests.meanwhile import right_after, right_before
 
 POINTS = [
     "file:manifest.json:before", "file:manifest.json:after", "folder:step-20:before", "folder:step-20:after",
@@ -138,3 +139,49 @@ def test_later_ones_are_dropped(tmp_path: Path) -> None:
     no_manifest(tmp_path / "step-30")
     assert checkpoints.drop_after(tmp_path, 10) == [20, 30]
     assert steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_one_that_is_pruned_while_it_is_looked_at_is_left_out(
+    verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a page of the dashboard, or by a command; the run goes on meanwhile."""
+    kept, pruned = (checkpoints.save(tmp_path, step, fill) for step in (1, 2))
+    right_after(
+        monkeypatch, Path, "stat", lambda: checkpoints.drop_after(tmp_path, 1),
+        lambda path: path == pruned.path / WEIGHTS,
+    )  # fmt: skip
+    if verify:
+        assert checkpoints.newest(tmp_path) == kept
+    else:
+        found = checkpoints.complete(tmp_path)
+        assert (found, found.skipped) == ([kept], ())
+    assert not pruned.path.exists()
+
+
+def test_one_that_is_pruned_while_it_is_verified_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoints.save(tmp_path, 2, fill)
+    right_before(
+        monkeypatch, Path, "open", lambda: checkpoints.drop_after(tmp_path, 1),
+        lambda path: path == saved.path / WEIGHTS,
+    )  # fmt: skip
+    with pytest.raises(RunNotFoundError, match=r"save_total_limit.*again"):
+        saved.verify()
+
+
+def test_one_that_is_pruned_while_its_weights_are_read_is_named(tmp_path: Path) -> None:
+    def read(folder: Path, change: Callable[[], None]) -> None:
+        with checkpoints.reading(folder):
+            change()
+            raise ModelError("it has no weights")
+
+    step, adapter = tmp_path / "step-4", tmp_path / "adapter"
+    for folder in (step, adapter):
+        with pytest.raises(ModelError, match="no weights"):
+            read(folder, folder.mkdir)
+    with pytest.raises(RunNotFoundError, match=r"step-4 was deleted.*save_total_limit.*again"):
+        read(step, step.rmdir)
+    with pytest.raises(ModelError, match="no weights"):  # not a checkpoint
+        read(adapter, adapter.rmdir)

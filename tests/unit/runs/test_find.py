@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import CheckpointError, RunNotFoundError, StoreError
-from groupwise.runs import checkpoints
+from groupwise.runs import checkpoints, find
 from groupwise.runs.find import (
     final_step,
     label_of,
@@ -21,6 +21,7 @@ from groupwise.runs.find import (
 )
 from groupwise.runs.folder import RunFolder, State
 from groupwise.runs.records import StepRecord
+from tests.meanwhile import right_after
 
 
 def make(runs: Path, name: str, state: State = "finished", steps: int = 0) -> Path:
@@ -179,3 +180,11 @@ class TestList:
 )
 def test_ends_of_the_rewards_never_overlap(rewards: list[float], ends: tuple[Any, Any]) -> None:
     assert reward_ends(rewards) == ends
+
+
+def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose start fails removes its folder."""
+    right_after(monkeypatch, find, "run_folders", lambda: shutil.rmtree(runs / "math"))
+    assert [info.name for info in list_runs(runs)] == ["sort"]

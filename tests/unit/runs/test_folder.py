@@ -23,6 +23,7 @@ from groupwise.core.errors import (
 from groupwise.runs import folder, lock
 from groupwise.runs.folder import RunFolder, read_state, read_summary
 from groupwise.runs.records import ResumeRecord, Rewound
+from tests.meanwhile import right_after
 
 CONFIG: dict[str, Any] = {"model": {"name": "tiny"}, "training": {"max_steps": 10}}
 
@@ -211,3 +212,20 @@ class TestFiles:
 def _closed(runs: Path) -> Path:
     with create(runs) as run:
         return run.path
+
+
+def test_runs_that_others_begin_at_the_same_time_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the jobs of a sweep do: one has no lock yet, and another gets its name while it is looked at."""
+    just_begun, building = (tmp_path / f"{atomic_files.BUILDING}{name}-1-1" for name in "ab")
+    just_begun.mkdir()
+    building.mkdir()
+    (building / lock.LOCK).touch()
+    right_after(
+        monkeypatch, Path, "stat", lambda: building.rename(tmp_path / "b"),
+        lambda path: path == building / lock.LOCK,
+    )  # fmt: skip
+    with create(tmp_path) as run:
+        assert run.path == tmp_path / "sort"
+    assert (just_begun.is_dir(), (tmp_path / "b").is_dir()) == (True, True)

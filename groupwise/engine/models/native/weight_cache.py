@@ -162,9 +162,9 @@ def weights_folder() -> Path:
 def clear() -> int:
     """Delete all cached files; returns their bytes. Processes that have mapped some keep them until they end."""
     size = 0
-    for path in weights_folder().glob("*"):
-        size += path.stat().st_size
+    for file_size, _, path in _cached_files(weights_folder()):
         path.unlink(missing_ok=True)
+        size += file_size
     return size
 
 
@@ -185,23 +185,29 @@ def largest_size() -> int:
 def _make_room(folder: Path, size: int) -> None:
     """Remove files of dead writers, and the least recently used files until `size` more bytes are allowed. Raises OSError if that is too
     much for the cache or its disk."""
-    files = sorted(
-        (status.st_mtime, status.st_size, path)
-        for path in folder.iterdir()
-        for status in [path.stat()]
-    )
-    total = sum(each_size for _, each_size, _ in files) + size
+    files = sorted(_cached_files(folder), key=lambda file: file[1:])
+    total = sum(each_size for each_size, _, _ in files) + size
     free, most = shutil.disk_usage(folder).free, largest_size()
     if size > most or free < size + SPARE:
         raise OSError(
             f"{folder} has no room for {size / 2**30:.1f} GiB: {free / 2**30:.1f} GiB are free on that disk, of which "
             f"{SPARE / 2**30:.0f} stay free, and {VARIABLE} allows {most / 2**30:g}"
         )
-    for used, each_size, path in files:
+    for each_size, used, path in files:
         unfinished = path.name.startswith(BUILDING) and used < time.time() - ABANDONED
         if total > most or unfinished:
             path.unlink(missing_ok=True)
             total -= each_size
+
+
+def _cached_files(folder: Path) -> list[tuple[int, float, Path]]:
+    """Size, time of last use and path of each file, without those that another process removes or renames meanwhile."""
+    files: list[tuple[int, float, Path]] = []
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            files.append((status.st_size, status.st_mtime, path))
+    return files
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[memoryview | bytes]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -67,7 +68,9 @@ class SharedFolder:
         """Remove the copy of a publication."""
         folder = self.local_path / Path(policy.path).parent.name
         shutil.rmtree(folder / policy_name(policy), ignore_errors=True)
-        if folder.is_dir() and not any(folder.iterdir()):
+        with suppress(
+            OSError
+        ):  # only an empty folder can be removed; that of a run of this name elsewhere is the same
             folder.rmdir()
 
 

@@ -27,6 +27,7 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
+from groupwise.core.atomic_files import files_below
 from groupwise.jobs.fleet.files.logs import folder_name
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store import events, rights
@@ -189,7 +190,7 @@ def size_of_files(folders: Iterable[Path], job_id: str) -> int:
     """Disk usage in bytes of a job's files in these folders."""
     size = 0
     for path in _job_paths(folders, job_id):
-        children = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+        children = files_below(path) if not path.is_symlink() else ()
         for child in (path, *children):
             with suppress(OSError):
                 blocks = child.lstat().st_blocks

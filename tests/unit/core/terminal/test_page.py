@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from groupwise.core.terminal import page as page_module
 from groupwise.core.terminal.board import Board
 from groupwise.core.terminal.page import REDRAW, Page
 from groupwise.core.terminal.progress import Progress
+from tests.meanwhile import right_after
 
 METRICS = {
     "reward": 0.5, "reward_std": 0.2, "rewards/format/mean": 0.8, "kl": 0.0012, "completions/mean_length": 34.1, "loss": -0.0031,
@@ -138,3 +140,11 @@ def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch, capsys):
     [html] = kernel.shown
     assert ("step 3/20" in html, "learning</div>" in html) == (True, False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_note_of_another_thread_is_drawn_while_a_step_adds_a_curve(monkeypatch):
+    at = page()
+    step(at, 0, {"reward": 0.5, "rewards/a/mean": 0.5})
+    right_after(monkeypatch, page_module, "part_of", lambda: at.page._curves.update(kl=[(1, 0.1)]))
+    at.page.note("uploaded")
+    assert "uploaded" in at.kernel.shown[-1]

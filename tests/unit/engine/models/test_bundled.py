@@ -17,6 +17,7 @@ from groupwise.engine.models import gguf as gguf_module
 from groupwise.engine.models.adapters import meta_adapter, starting_config
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
+from tests.meanwhile import right_before
 
 NAME = "smollm2-135m-instruct"
 MODEL = bundled.BUNDLED[NAME]
@@ -219,3 +220,12 @@ def test_the_share_of_weights_that_are_converted_is_read_from_the_bar_of_transfo
         pass
     assert shown[0].startswith("step 2 of 4: 0 %")
     assert shown[-1].startswith("step 2 of 4: 100 %")
+
+
+def test_a_torn_folder_that_another_process_removes_too_is_made(cache, monkeypatch):
+    """Both found it torn, at the same time."""
+    torn = cache / "torn"
+    torn.mkdir(parents=True)
+    right_before(monkeypatch, shutil, "rmtree", torn.rmdir, lambda path: path == torn)
+    made = bundled._make_cached(torn, lambda folder: (folder / "config.json").touch())
+    assert [path.name for path in made.iterdir()] == ["config.json"]

@@ -243,3 +243,12 @@ def test_an_entry_that_is_removed_while_the_queue_is_read_is_left_out(
 
     monkeypatch.setattr(Path, "read_bytes", drop_first)
     assert [entry.step for entry in hub_queue.waiting(tmp_path)] == [2]
+
+
+def test_an_entry_may_be_removed_twice(tmp_path, folder):
+    """`runs push` may still upload it when the run is resumed, which removes it."""
+    queue(tmp_path, 1, folder)
+    (entry,) = hub_queue.waiting(tmp_path)
+    entry.drop()
+    entry.drop()
+    assert hub_queue.waiting(tmp_path) == []

@@ -1,10 +1,14 @@
 """What is left of a job when its machine is gone, on the machine that launched it."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_state import (
     JobRecords,
     cost_of,
@@ -12,12 +16,13 @@ from groupwise.jobs.clouds.aws_state import (
     usage_of,
     with_forgotten,
 )
-from groupwise.jobs.clouds.backend import Cost, Ending, Order, Outcome
+from groupwise.jobs.clouds.backend import Cost, Ending, Handle, Order, Outcome
 from groupwise.jobs.clouds.ec2 import Machine
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.seal import seal
 from groupwise.jobs.hosts.spec import JobSpec
+from tests.meanwhile import right_after, right_before
 
 HOUR = 3600.0
 
@@ -114,3 +119,33 @@ def test_a_machine_that_vanished_unseen_is_charged_until_its_deadline() -> None:
     assert with_forgotten(seen, (), 48 * HOUR)["i-1"].hours == 24
     ended = usage_of([machine("i-1", "terminated", HOUR, since="0", price="1")], 2 * HOUR)
     assert with_forgotten(ended, (), 48 * HOUR)["i-1"].hours == 1
+
+
+def test_results_that_are_fetched_again_meanwhile_are_no_error(
+    tmp_path: Path, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    checkpoint(results, "run/checkpoints/step-9", 9, "nine")
+    old = results / "run" / "checkpoints" / "step-8"
+    old.mkdir()
+    right_before(monkeypatch, os, "scandir", old.rmdir, lambda path: str(path) == str(old))
+    found = newest_checkpoint(results, store)
+    assert found is not None
+    assert (found.step, old.exists()) == (9, False)
+
+
+def test_the_log_of_a_job_that_is_removed_meanwhile_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = JobRecords(tmp_path)
+    log = records.log("job", 1)
+    log.write_text("said")
+    ending = Ending(Outcome.SUCCEEDED, "done")
+    records.record_fetch("job", 1, tmp_path / "results", ending)
+    backend: Any = SimpleNamespace(_records=records, _where="AWS")
+    handle = Handle("aws", "job", 1)
+    look = AwsBackend._status_without_machine  # pyright: ignore[reportPrivateUsage]
+    right_after(monkeypatch, Path, "exists", log.unlink, lambda path: path == log)
+    assert look(backend, handle, None).log_size == len("said")
+    log.unlink(missing_ok=True)
+    assert look(backend, handle, None).log_size == 0

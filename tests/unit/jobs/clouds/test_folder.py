@@ -1,7 +1,9 @@
 """The folder that results are fetched to: what appears in it, what is set aside, and which checkpoints are removed from it."""
 
+import fcntl
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,14 @@ from groupwise.jobs.clouds.backend import Busy, CloudError
 from groupwise.jobs.clouds.folder import (
     EARLIER,
     INCOMING,
+    NOTE,
     ResultsFolder,
     is_allowed_path,
     results_folder,
     set_aside,
 )
 from groupwise.jobs.hosts.spec import FileEntry
+from tests.meanwhile import right_after
 
 RUN = "runs/run"
 JOB = "job on this machine"
@@ -213,3 +217,20 @@ def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_p
         fetch_files(results, checkpoints(10))
         assert steps(results) == [10]
         assert set(results.fetched) == set(checkpoints(10))
+
+
+@pytest.mark.parametrize("removed", ["results", "lock"])
+def test_results_that_another_process_sets_aside_meanwhile(
+    removed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with results_folder(tmp_path, JOB) as results:
+        come(results, {"w": b"1"})
+    note = tmp_path / INCOMING / NOTE
+    change = note.unlink if removed == "results" else lambda: shutil.rmtree(note.parent)
+    right_after(monkeypatch, fcntl, "flock", change)
+    if removed == "results":
+        assert set_aside(tmp_path) is None
+    else:  # what was locked is not the folder's lock any more
+        with pytest.raises(Busy):
+            set_aside(tmp_path)
+    assert not (tmp_path / EARLIER).exists()

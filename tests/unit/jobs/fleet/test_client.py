@@ -23,6 +23,9 @@ from groupwise.api.schemas.fleet import (
     LogPart,
 )
 from groupwise.api.schemas.problems import Refusal
+from groupwise.cli.fleet.local_files import (
+    _store_files as store_files,  # pyright: ignore[reportPrivateUsage]
+)
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet import client
 from groupwise.jobs.fleet.client import FleetClient
@@ -35,6 +38,7 @@ from groupwise.jobs.fleet.store.tables import ApiKey, Checkpoint
 from groupwise.jobs.fleet.store.triggers import Rule
 from groupwise.jobs.hosts.files import BlobStore
 from tests.fleet_api import api, place_in
+from tests.meanwhile import right_after
 
 PLAIN = "environment-key-0123456789"
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
@@ -95,6 +99,18 @@ def test_a_file_that_changes_while_it_is_sent_is_sent_as_it_is_then(
     texts = iter(f"{n}" for n in range(9))
     with pytest.raises(UsageError, match="was changed while it was sent"):
         fleet.upload([file], on_progress=writes)
+
+
+def test_a_file_that_is_removed_before_it_is_sent_is_named(
+    fleet: FleetClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "f"
+    for dry_run in (False, True):
+        file.write_text("of a run that goes on")
+        right_after(monkeypatch, client, "named_files", file.unlink)
+        found = client.named_files([file]) if dry_run else {}
+        with pytest.raises(UsageError, match="f cannot be read, and is to be sent"):
+            store_files(fleet, [found], True) if dry_run else fleet.upload([file])
 
 
 def test_an_upload_that_was_cut_off_continues(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet import local
 from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.notify.local import LocalNotifier, OpenFolder, command_socket
@@ -19,6 +21,7 @@ from groupwise.jobs.fleet.notify.postgres import PostgresNotifier
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store.database import CommitUnknown, Database, DatabaseFailure
 from tests.fleet_api import commands_answered, place_in
+from tests.meanwhile import right_after
 
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
 MACHINE = {"vm_id": "here", "transport": "local"}
@@ -61,6 +64,16 @@ async def test_a_dispatcher_is_woken(database: Database, tmp_path: Path) -> None
     finally:
         for notifier in notifiers:
             await notifier.close()
+
+
+def test_a_file_that_is_removed_before_it_is_sent_is_named(
+    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "f"
+    file.write_text("of a run that goes on")
+    right_after(monkeypatch, local, "named_files", file.unlink)
+    with pytest.raises(UsageError, match="f cannot be read, and is to be sent"):
+        fleet.upload([file])
 
 
 def test_files_go_in_and_come_out_in_pieces(fleet: LocalFleet, tmp_path: Path) -> None:

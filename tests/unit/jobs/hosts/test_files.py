@@ -24,6 +24,7 @@ from groupwise.jobs.hosts.files import (
 )
 from groupwise.jobs.hosts.spec import FileEntry
 from tests.disks import small_disk
+from tests.meanwhile import right_before
 
 
 @pytest.fixture
@@ -307,3 +308,16 @@ def test_an_incoming_blob_stays_and_is_spared_from_its_completion(
     with store.incoming(sha(b"slow"), 4) as incoming:
         incoming.finish()
     assert store.collect({sha(b"large")}) == 0
+
+
+def test_a_folder_that_is_removed_while_it_is_walked_through_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "checkpoints" / ".building-step-4"
+    gone.mkdir(parents=True)
+    (tmp_path / "w").touch()
+    right_before(monkeypatch, os, "scandir", gone.rmdir, lambda path: str(path) == str(gone))
+    assert set(files_below(tmp_path)) == {"w"}
+    assert not gone.exists()
+    with pytest.raises(UsageError, match="cannot be read"):
+        files_below(tmp_path / "missing")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.core.atomic_files import BUILDING
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+from groupwise.server.engine.saved_adapters import NOTE, CheckpointNote, Saved, SavedFolders
 from groupwise.server.engine.tinker_protocol import ModelSpec, Stored
+from tests.meanwhile import right_before
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1)
@@ -46,3 +48,24 @@ def test_a_saved_adapter_can_be_read_and_deleted_and_its_name_is_taken(tmp_path:
     saved(folders, "two")
     with pytest.raises(UsageError, match="two"):
         folders.read(stored)
+
+
+def test_a_note_that_is_written_meanwhile_does_not_hide_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one")
+    size = folders.size_of(stored)
+    building = folders.path_of(stored) / f"{BUILDING}{NOTE}-1-1"
+    building.touch()
+    right_before(monkeypatch, Path, "stat", building.unlink, lambda path: path == building)
+    assert folders.size_of(stored) == size
+    assert not building.exists()
+
+
+def test_a_note_of_weights_that_are_removed_meanwhile_is_refused(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one")
+    folders.forget(stored)
+    with pytest.raises(UsageError, match="nothing saved"):
+        folders.write_note(stored, CheckpointNote(expires_at=1.0))

@@ -29,6 +29,7 @@ from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.engine.tinker_protocol import ModelSpec, SampleRequest, SampleResult, Stored
 from groupwise.server.engine.trained_adapters import EngineModels
+from tests.meanwhile import right_after
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)
@@ -251,6 +252,19 @@ async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> No
         await other.forward_backward(MODEL, ROWS, LOSS)
         await other.load_state(MODEL, one, False)  # which takes the place of the gradient
         assert (await other.optim_step(MODEL, STEP)).grad_norm == 0
+
+
+@pytest.mark.parametrize("with_optimiser", [True, False])
+async def test_weights_that_expire_while_they_are_loaded_are_missing(
+    with_optimiser: bool, models: EngineModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await models.save_state(MODEL, "one", False, 1)
+    stored = Stored(MODEL, "weights", "one")
+    folders = SavedFolders(tmp_path)
+    right_after(monkeypatch, SavedFolders, "read", lambda: folders.forget(stored))
+    with pytest.raises(UsageError, match="nothing saved as weights/one"):
+        await models.load_state(MODEL, stored, with_optimiser)
+    assert not folders.path_of(stored).exists()
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")

@@ -10,6 +10,7 @@ import pytest
 from groupwise.api.schemas.parts import PIECE
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.parts.files import Files
+from tests.meanwhile import right_after
 
 BAD = (
     *("..", "../a", "a/../b", "/etc/passwd", "a//b", "a/", "", ".hidden", "a/.b", "a\\b", "a b"),
@@ -98,3 +99,16 @@ def test_a_disk_that_refuses(
     with pytest.raises(Refusal) as refused:
         files.write("a", 0, b"x")
     assert refused.value.code == code
+
+
+def test_files_that_another_request_deletes_meanwhile_are_missing(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ask in (lambda: files.list("a"), lambda: files.read("a/b", 0)):
+        files.write("a/b", 0, b"x")
+        right_after(
+            monkeypatch, Path, "is_file", lambda: files.delete("a"), lambda path: path.name == "b"
+        )
+        with pytest.raises(Refusal) as refused:
+            ask()
+        assert refused.value.code == "unknown_file"

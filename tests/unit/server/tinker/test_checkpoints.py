@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from groupwise.server.engine.saved_adapters import NOTE
+from groupwise.server.engine.saved_adapters import NOTE, SavedFolders
 from groupwise.server.engine.tinker_protocol import Stored
+from tests.meanwhile import right_after
 from tests.unit.server.tinker.test_routes import Asking
 
 
@@ -173,3 +174,27 @@ async def test_addresses_cannot_leave_the_folder(asking: Asking, tmp_path: Path)
     assert outside.exists()
     response = await asking.http.get("training_runs/%2E%2E/checkpoints")
     assert response.status_code == 400, response.text
+
+
+async def test_two_requests_that_delete_at_the_same_time_find_it_or_nothing(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(asking, await asking.model())
+    await saving.save("a")
+    folder = saving.folder("weights/a")
+    right_after(monkeypatch, SavedFolders, "read_note", lambda: shutil.rmtree(folder))
+    address = f"training_runs/{saving.model}/checkpoints/weights/a"
+    assert (await asking.http.delete(address)).status_code == 404
+
+
+async def test_an_expiry_that_is_taken_away_while_the_files_are_removed_does_not_end_the_sweep(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(asking, await asking.model())
+    await saving.save("a", ttl_seconds=5)
+    asking.date += 5
+    checkpoints = asking.service.checkpoints
+    expiries = checkpoints._expires_at  # pyright: ignore[reportPrivateUsage]
+    right_after(monkeypatch, SavedFolders, "forget", expiries.clear)
+    await checkpoints.remove_expired()
+    assert not saving.folder("weights/a").exists()

@@ -1,6 +1,7 @@
 """Virtual environments of environments: named, made once, locked, listed, removed."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from groupwise.core import virtual_environments
 from groupwise.core.errors import TaskError, UsageError
 from groupwise.tasks.contract import load_task
 from groupwise.tasks.external.installed import find, install, list_installed, name_of, remove
+from tests.meanwhile import right_after, right_before
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +122,28 @@ def test_a_missing_environment_is_reported_with_what_to_do():
         TaskError, match=r"Did you mean my-game.*groupwise environments install my-gane"
     ):
         task.program({"task": {}})
+
+
+def test_one_that_another_process_removes_while_this_one_waits_is_made_or_removed_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    home = install("my_game", kind="verifiers", say=False).home
+    right_after(monkeypatch, virtual_environments.fcntl, "flock", lambda: shutil.rmtree(home))
+    remove("my-game")
+    assert not home.exists()
+    right_after(monkeypatch, virtual_environments.fcntl, "flock", lambda: shutil.rmtree(home))
+    made = install("my_game", kind="verifiers", say=False)
+    assert list_installed() == [made]
+
+
+def test_what_another_installation_builds_in_a_folder_may_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "game"
+    build = folder / "build" / "lib"
+    build.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text('[project]\nname = "my_game"\n')
+    right_before(monkeypatch, os, "scandir", build.rmdir, lambda path: str(path) == str(build))
+    made = install(str(folder), kind="verifiers", say=False)
+    assert not build.exists()
+    assert install(str(folder), kind="verifiers", say=False) == made

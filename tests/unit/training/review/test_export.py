@@ -14,8 +14,11 @@ import groupwise
 from groupwise.core.errors import ModelError, RunError, RunNotFoundError, UsageError
 from groupwise.engine.models.config import recorded_base
 from groupwise.runs.record_files import KINDS
+from groupwise.training.evaluation import evaluate as evaluate_module
+from groupwise.training.review import export as export_module
 from groupwise.training.review.export import CONVERTER_VARIABLE, export
 from tests.integration.toy_run import TOY, config
+from tests.meanwhile import right_after
 
 CONVERTER = """
 import json, pathlib, sys
@@ -42,6 +45,22 @@ def names(folder: Path) -> set[str]:
 
 
 # --- weights
+
+
+@pytest.mark.parametrize("read", [
+    lambda runs, out: export("toy@4", "adapter", out, runs_dir=runs),
+    lambda runs, out: export("toy@4", "merged", out, runs_dir=runs),
+    lambda runs, _: evaluate_module.evaluate(config(runs), TOY, policy="toy@4"),
+])  # fmt: skip
+def test_a_checkpoint_that_its_run_prunes_meanwhile_is_named(read, runs, tmp_path, monkeypatch):
+    """By whoever reads its weights."""
+    checkpoint, elsewhere = runs / "toy/checkpoints/step-4", tmp_path / "moved"
+    for module in (export_module, evaluate_module):
+        right_after(monkeypatch, module, "find_policy", lambda: checkpoint.rename(elsewhere))
+    with pytest.raises(RunNotFoundError, match="step-4 was deleted"):
+        read(runs, tmp_path / "out")
+    elsewhere.rename(checkpoint)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_handed_out_as_it_is(runs, tmp_path):

@@ -18,6 +18,7 @@ from groupwise.engine.models.native import weight_cache
 from groupwise.engine.models.native.causal_lm import CausalLM
 from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.weights import NativeModel, native_model, write_weight_caches
+from tests.meanwhile import right_before
 from tests.unit.engine.models.native.families import family
 
 IDS = torch.arange(3, 40)
@@ -231,3 +232,19 @@ def test_clear_deletes_all_files(folder):
     size = sum(path.stat().st_size for path in files())
     assert weight_cache.clear() == size
     assert files() == []
+
+
+@pytest.mark.parametrize("name", ["clear", "_make_room"])
+def test_files_that_another_run_removes_meanwhile_are_left_out(name, monkeypatch):
+    folder = weight_cache.weights_folder()
+    folder.mkdir(parents=True)
+    gone, other = folder / ".building-a-1-1", folder / "b.weights"
+    gone.touch()
+    other.write_bytes(b"1234")
+    right_before(monkeypatch, Path, "stat", gone.unlink, lambda path: path == gone)
+    if name == "clear":
+        assert weight_cache.clear() == 4
+    else:
+        weight_cache._make_room(folder, 1)
+        assert other.exists()
+    assert not gone.exists()

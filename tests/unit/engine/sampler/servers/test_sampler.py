@@ -15,17 +15,19 @@ import shutil
 import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
-from groupwise.core.types import GroupRequest, LogitsProcessing, Row, SamplingParams
+from groupwise.core.types import GroupRequest, LogitsProcessing, Policy, Row, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.servers.adapters import SharedFolder, policy_name
 from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 from tests.fake_vllm_server import VllmServer, refusal
+from tests.meanwhile import right_before
 from tests.vllm_pair import KEY, Clock, disturb, learner_of, server_sampler
 
 PROCESSED = "processed_logprobs"
@@ -390,3 +392,13 @@ async def test_alternatives_schemas_and_prompts_come_from_the_server(learner, se
     (wanted,) = await learner.logprobs([row])
     assert told.logprobs == pytest.approx(wanted, abs=1e-4)
     assert [len(best) for best in told.top_logprobs] == [2] * 9
+
+
+def test_a_shared_folder_that_another_run_uses_meanwhile_stays(tmp_path, monkeypatch):
+    """A run of the same folder on another machine."""
+    shared = SharedFolder(tmp_path, "/there")
+    of_run = tmp_path / "run"
+    of_run.mkdir()
+    right_before(monkeypatch, Path, "rmdir", (of_run / "other").touch, lambda path: path == of_run)
+    shared.remove(Policy("run", 1, "f00d", "adapter", str(tmp_path / "published" / "run" / "v1")))
+    assert [path.name for path in of_run.iterdir()] == ["other"]

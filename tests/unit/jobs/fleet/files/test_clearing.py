@@ -28,6 +28,7 @@ from groupwise.jobs.fleet.store.tables import (
 )
 from groupwise.jobs.hosts.files import SPARED, BlobStore
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
+from tests.meanwhile import right_before
 from tests.unit.jobs.fleet.work_folder import JOB, WorkFolder, begin, entry
 
 ADA = Actor("user:ada")
@@ -340,3 +341,14 @@ def test_pruning_is_what_the_events_say(database: Database) -> None:
     database.run(write)
     names = ["gone", "lost", *(f"job-{n}" for n in range(2500))]
     assert database.read(lambda s: clearing.pruned_jobs(s, names)) == ["gone"]
+
+
+def test_files_that_another_prune_removes_while_they_are_measured_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / JOB / "1" / "out"
+    folder.mkdir(parents=True)
+    (tmp_path / JOB / "1" / "w").write_bytes(b"1" * 4096)
+    right_before(monkeypatch, os, "scandir", folder.rmdir, lambda path: str(path) == str(folder))
+    assert clearing.size_of_files([tmp_path], JOB) >= 4096
+    assert not folder.exists()
