@@ -113,6 +113,8 @@ def test_it_is_said_how_one_of_another_name_is_used(capsys: pytest.CaptureFixtur
 
 def test_one_that_is_not_there_is_missed_with_what_to_do():
     install("my_game", kind="verifiers", say=False)
+    with pytest.raises(TaskError, match="textarena:NAME, verifiers:NAME"):
+        load_task("gym:CartPole-v1")
     task = load_task("verifiers:my-gane")
     with pytest.raises(
         TaskError, match=r"Did you mean my-game.*groupwise environments install my-gane"
