@@ -250,6 +250,10 @@ def make_environment() -> None:
     """Make `.venv`, or make it anew where what stands there cannot be used; bring a recent pip."""
     version = pip_version()
     if version is None:
+        if moved():
+            print(
+                f" {VENV} was made for another folder, so it is made again ...", end="", flush=True
+            )
         require_venv_module()
         create_environment()
         version = pip_version()
@@ -282,12 +286,15 @@ def pip_version() -> int | None:
 
 
 def moved() -> bool:
-    """Whether `.venv` was made for another folder: its scripts then start the other folder's interpreter."""
+    """Whether the scripts of `.venv` start the interpreter of another folder, from which it was moved or copied.
+
+    The stamp cannot say this: whoever copies an environment and mends its scripts may leave the stamp as it was.
+    """
     try:
-        made_for = json.loads(STAMP.read_text())["root"]
-    except (OSError, ValueError, KeyError, TypeError):
+        beginning = (VENV / "bin" / "pip").read_text(errors="replace")[:1000]
+    except OSError:
         return False
-    return bool(made_for != str(ROOT))
+    return str(VENV) not in beginning
 
 
 def require_venv_module() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.rl import Overrides, TaskOption
+
+if TYPE_CHECKING:
+    from groupwise.training.evaluation.suite_evaluation import SuiteRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,7 @@ class SuiteOptions:
 
 
 def evaluate(
+    context: typer.Context,
     *,
     config: Annotated[
         Path | None, option("C.yaml", "The config, a YAML file.", "--config", "-c")
@@ -121,7 +125,13 @@ def evaluate(
             {"config": config, "task_module": task_module, "overrides": overrides}, "with"
         )
         suite_options |= {name: value for name, value in common.items() if value is not None}
-        _evaluate_suites(tuple(suite), policy, suite_options, dry_run=dry_run, as_json=as_json)
+        request = _suite_request(tuple(suite), policy, suite_options)
+        if dry_run:
+            from groupwise.training.evaluation.suite_evaluation import plan
+
+            _show_plan(context, plan(request), as_json=as_json)
+        else:
+            _evaluate_suites(request, as_json=as_json)
         return
     _refuse_options(suite_options, "without")
     if config is None and not overrides:
@@ -130,28 +140,38 @@ def evaluate(
         )
     source: Path | dict[str, Any] = {} if config is None else config
     options = {**common, "overrides": tuple(overrides or ())}
-    _evaluate_task(
-        (source, task_module, policy or ["base"]), options, dry_run=dry_run, as_json=as_json
-    )
+    task = (source, task_module, policy or ["base"])
+    if dry_run:
+        from groupwise.cli.output import collect_seldom
+
+        collect_seldom()
+        from groupwise.training.evaluation.evaluate import plan_policies
+
+        _show_plan(context, plan_policies(*task, **options), as_json=as_json)
+    else:
+        _evaluate_task(task, options, as_json=as_json)
+
+
+def _show_plan(context: typer.Context, summary: dict[str, Any], *, as_json: bool) -> None:
+    """Show what a dry run found, and the command that does it."""
+    from groupwise.cli.output import write_json
+    from groupwise.cli.printing import command_to_do_it, print_next, print_plan
+
+    if as_json:
+        write_json(summary)
+    else:
+        print_plan(summary)
+        print_next((command_to_do_it(context), "the evaluation"))
 
 
 def _evaluate_task(
     task: tuple[Path | dict[str, Any], str | None, list[str]],
     options: dict[str, Any],
     *,
-    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Evaluate the policies on a task."""
-    from groupwise.cli.output import collect_seldom, write_json
-
-    if dry_run:
-        collect_seldom()
-        from groupwise.cli.printing import print_plan
-        from groupwise.training.evaluation.evaluate import plan_policies
-
-        (write_json if as_json else print_plan)(plan_policies(*task, **options))
-        return
+    from groupwise.cli.output import write_json
     from groupwise.engine.distributed.prefork import early_zygote
 
     with early_zygote(options["overrides"]):
@@ -209,30 +229,25 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     print_section("metrics, with 95 % intervals", pairs)
 
 
-def _evaluate_suites(
-    suites: tuple[str, ...],
-    policies: list[str] | None,
-    suite_options: dict[str, Any],
-    *,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from groupwise.cli.output import write_json
-    from groupwise.cli.printing import print_plan, print_table, print_text
-    from groupwise.training.evaluation.suite_evaluation import (
-        METRIC,
-        SuiteRequest,
-        evaluate_suites,
-        interval_of,
-        plan,
-    )
+def _suite_request(
+    suites: tuple[str, ...], policies: list[str] | None, suite_options: dict[str, Any]
+) -> SuiteRequest:
+    from groupwise.training.evaluation.suite_evaluation import SuiteRequest
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
-    request = SuiteRequest(suites, policy=policies[0] if policies else None, **suite_options)
-    if dry_run:
-        (write_json if as_json else print_plan)(plan(request))
-        return
+    return SuiteRequest(suites, policy=policies[0] if policies else None, **suite_options)
+
+
+def _evaluate_suites(request: SuiteRequest, *, as_json: bool) -> None:
+    from groupwise.cli.output import write_json
+    from groupwise.cli.printing import print_table, print_text
+    from groupwise.training.evaluation.suite_evaluation import (
+        METRIC,
+        evaluate_suites,
+        interval_of,
+    )
+
     result = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:
         write_json(result.summary)

@@ -176,6 +176,7 @@ class GenerateOptions:
 
 
 def generate(
+    context: typer.Context,
     *,
     options: GenerateOptions,
     client_replicas: Annotated[
@@ -208,9 +209,10 @@ def generate(
         )
     result = run(dry_run=dry_run, **options_given)
     if dry_run and not as_json:
-        from groupwise.cli.printing import print_plan
+        from groupwise.cli.printing import command_to_do_it, print_next, print_plan
 
         print_plan(result.summary)
+        print_next((command_to_do_it(context), "the answers"))
     else:
         write_result(result.summary, as_json=as_json)
         if not as_json and result.exit_code == 0 and options.shard is None:

@@ -28,6 +28,8 @@ from typer.core import TyperCommand, TyperGroup
 from groupwise.core.errors import UsageError
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
+TYPED_WORDS = "groupwise.typed_words"
+"""Key of `Context.meta`: the words after the command's name, as they were typed."""
 
 
 class WrappingGroup(TyperGroup):
@@ -128,6 +130,10 @@ class Command(TyperCommand):
                 alias.opts, alias.secondary_opts = [name], []
                 param.opts = [other for other in param.opts if other != name]
                 self.alias_params.append(alias)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta.setdefault(TYPED_WORDS, tuple(args))
+        return super().parse_args(ctx, args)
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)

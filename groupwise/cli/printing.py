@@ -18,7 +18,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 from rich.cells import cell_len
 
-from groupwise.cli.options import option
+from groupwise.cli.options import TYPED_WORDS, option
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import clean, one_line, shorten
 
@@ -26,6 +26,7 @@ MIN_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 ABSENT = ("0", "false", "null")
 """Values that `print_plan` leaves out, because the run does not use that part. `--json` has them."""
+DRY_RUN = ("--dry-run", "--dry_run")
 RUNS = Path("runs")
 RunsDir = Annotated[Path, option("DIR", "Folder that holds the runs.", "--dir")]
 
@@ -136,6 +137,13 @@ def command_line(words: str, config: Path | None, task: str | None, *more: str) 
     options = [] if config is None else ["-c", str(config)]
     options += [] if task is None else ["-t", task]
     return " ".join([f"groupwise {words}", *(shlex.quote(word) for word in (*options, *more))])
+
+
+def command_to_do_it(context: typer.Context) -> str:
+    """The command line that was typed, without its `--dry-run`."""
+    words = list(context.meta[TYPED_WORDS])
+    words.remove(next(word for word in words if word in DRY_RUN))
+    return f"{context.command_path} {shlex.join(words)}".rstrip()
 
 
 def command_to_configure(task: str) -> tuple[str, str]:

@@ -122,6 +122,7 @@ class ResumeFlags(ResumeOptions):
 
 
 def train_grpo(
+    context: typer.Context,
     *,
     flag_options: FlagOptions,
     overrides: Overrides = None,
@@ -132,6 +133,7 @@ def train_grpo(
     as_json: AsJson = False,
 ) -> None:
     """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
+    from groupwise.cli.printing import command_to_do_it
     from groupwise.core.errors import UsageError
     from groupwise.jobs.launch.train_grpo import Flags
     from groupwise.jobs.launch.train_grpo import train_grpo as train
@@ -144,7 +146,8 @@ def train_grpo(
         raise UsageError("\n".join(["These are needed:", *missing]))
     flags["reward_function"] = tuple(flag_options.reward_function)
     result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
-    write_outcome(result.summary, as_json=as_json)
+    after_plan = command_to_do_it(context) if dry_run else None
+    write_outcome(result.summary, as_json=as_json, after_plan=after_plan)
     raise typer.Exit(result.exit_code)
 
 

@@ -75,11 +75,13 @@ def load(
     builtins: Mapping[str, str] | None = None,
     entry_points: str | None = None,
     instantiate: bool = True,
+    hint: str = "",
 ) -> LoadedPlugin:
     """Load `spec`; the module docstring describes its forms.
 
     `kind` is the word for the loaded object in messages. `builtins` maps bare names to modules; `entry_points` is the group of entry
-    points that installed packages register. A class is instantiated unless `instantiate` is false. Raises TaskError.
+    points that installed packages register. A class is instantiated unless `instantiate` is false. `hint` ends the message if nothing is
+    found. Raises TaskError.
     """
     target, attribute = _split_spec(spec)
     file = Path(target).expanduser()
@@ -95,7 +97,8 @@ def load(
         target, attribute = _split_spec(announced[target])
     if _module_exists(target):
         return _resolve_plugin(_import_module(target, kind), target, attribute, kind, instantiate)
-    raise TaskError(_unknown_plugin_message(spec, target, kind, builtins, announced))
+    message = _unknown_plugin_message(spec, target, kind, builtins, announced)
+    raise TaskError(f"{message}\n{hint}" if hint else message)
 
 
 def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:

@@ -1,11 +1,16 @@
 """Finds runs: resolves `RUN`, `RUN@STEP` or a path, and lists all runs.
 
-A step in an address is a number of steps done: `sort@40` is the checkpoint after 40 steps.
+A step in an address is a number of steps done: `sort@40` is the checkpoint after 40 steps. A checkpoint that a client of the training
+server saved under a name is found by that name, or by its path:
+
+    D/runs/<run>/                     the folder of runs of a server
+    D/checkpoints/<name>/saved.json   a checkpoint that was saved by name, with its run and step
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +34,8 @@ from groupwise.runs.folder import (
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
+SAVED = "saved.json"
+"""The file of a checkpoint that was saved by name; it holds at least `run` and `step`."""
 T = TypeVar("T")
 K = TypeVar("K")
 ENDS = 5
@@ -186,9 +193,34 @@ def final_step(path: Path) -> int:
 def run_around(weights: Path) -> Path | None:
     """The run that a folder with weights belongs to, if it is its `final/` or one of its checkpoints; else None."""
     folder = weights.resolve()
+    if (saved := _saved_facts(folder)) is not None:
+        run = folder.parent.parent / "runs" / str(saved["run"])
+        return run if (run / RECORD).is_file() else None
     if folder.name == FINAL and (folder.parent / RECORD).is_file():
         return folder.parent
     return folder.parent.parent if _is_checkpoint_folder(folder) else None
+
+
+def saved_by_name(run: Path) -> dict[str, int]:
+    """Checkpoints of a run of the training server that clients saved by name, with their number of steps."""
+    files = sorted(run.resolve().parent.parent.glob(f"{CHECKPOINTS}/[!.]*/{SAVED}"))
+    found = {file.parent.name: _saved_facts(file.parent) for file in files}
+    return {
+        name: int(facts["step"])
+        for name, facts in found.items()
+        if facts and facts["run"] == run.name
+    }
+
+
+def _saved_facts(folder: Path) -> dict[str, Any] | None:
+    """What is known of a checkpoint that was saved by name; None if the folder is none, or is being deleted."""
+    if folder.parent.name != CHECKPOINTS:
+        return None
+    try:
+        facts = json.loads((folder / SAVED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) and {"run", "step"} <= facts.keys() else None
 
 
 def newest_weights(run: Path) -> Path | None:
@@ -202,6 +234,8 @@ def newest_weights(run: Path) -> Path | None:
 def label_of(run: Path, weights: Path) -> str:
     """`run@step` of a run's `final/` or of one of its checkpoints."""
     folder = weights.resolve()
+    if (saved := _saved_facts(folder)) is not None:
+        return f"{run.name}@{saved['step']}"
     step = final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
     return f"{run.name}@{step}"
 
@@ -233,6 +267,15 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
         if _is_checkpoint_folder(path):
             path = path.resolve()
             return Address(path.parent.parent, checkpoints.read(path))
+    for path in (Path(reference), runs_dir.parent / CHECKPOINTS / reference):
+        if reference and _is_accessible(path) and (path / SAVED).is_file():
+            run = run_around(path)
+            if run is None:
+                raise RunNotFoundError(
+                    f"the checkpoint {path} was saved by name, and its run has been deleted from {path.resolve().parent.parent / 'runs'}. "
+                    "GET /model of the training server still gives its files."
+                )
+            return Address(run, checkpoints.read(path.resolve()))
     return None
 
 

@@ -38,6 +38,7 @@ from groupwise.api.schemas.training import EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.tree import read_yaml
+from groupwise.core.terminal.quantities import counted
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.engine.engine_process import EngineProcess, log_here
 from groupwise.server.engine.engine_protocol import Engine
@@ -406,9 +407,9 @@ async def _log_events(service: Service) -> None:
             last_id = event.id
             if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
-                step = "" if event.step is None else f" {event.step}"
+                steps = "" if event.step is None else f" after {counted(event.step, 'step')}"
                 message = f": {event.message}" if event.message else ""
-                line = f"{event.run_id or 'server'}: {event.kind}{step}{message}"
+                line = f"{event.run_id or 'server'}: {event.kind}{steps}{message}"
                 logger.log(level, "%s", line, extra={"facts": {"event": event.kind}})
         await service.next_event(last_id, LONGEST_WAIT)
 

@@ -51,7 +51,7 @@ from groupwise.tasks.environment import (
     check_methods,
     check_reset,
 )
-from groupwise.tasks.external.kinds import split_spec
+from groupwise.tasks.external.kinds import KINDS, split_spec
 from groupwise.tasks.external.protocol import Program
 from groupwise.tasks.external.task import ExternalHooks
 from groupwise.tasks.rewards.rubric import Rubric
@@ -414,7 +414,10 @@ def load_task(source: object) -> Task:
             ExternalHooks(kind, name), re.sub(r"[^A-Za-z0-9_-]+", "-", name), str(source), None
         )
     if isinstance(source, str | Path):
-        plugin = load(str(source), builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
+        # As in `gym:CartPole-v1`: a kind of environment that there is not.
+        kinds = ", ".join(f"{kind}:NAME" for kind in sorted(KINDS))
+        hint = f"Environments of other libraries are {kinds}." if ":" in str(source) else ""
+        plugin = load(str(source), builtins=builtin_tasks(), entry_points=ENTRY_POINTS, hint=hint)
         if isinstance(plugin.object, ModuleType):
             stem = Path(plugin.file).stem if plugin.file else plugin.module.__name__
             return Task(plugin.object, stem, plugin.spec, plugin.file)

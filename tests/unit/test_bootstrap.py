@@ -166,6 +166,33 @@ def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
     assert pip.calls == []
 
 
+def test_an_environment_stays_unless_its_scripts_belong_to_another_folder(
+    bootstrap: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """Another profile, and a stamp of a folder that it was copied from, are reasons to add what is missing, not to begin again."""
+    made: list[str] = []
+
+    def create() -> None:
+        made.append("again")
+        (checkout / ".venv/bin/pip").write_text(f"#!{checkout}/.venv/bin/python\n")
+
+    monkeypatch.setattr(bootstrap, "create_environment", create)
+    monkeypatch.setattr(bootstrap, "require_venv_module", lambda: None)
+    make_venv(checkout)
+    bootstrap.write_stamp("train", "cpu")
+    for elsewhere in ("", "/somewhere/else"):
+        stamp = bootstrap.STAMP.read_text()
+        bootstrap.STAMP.write_text(stamp.replace(str(checkout), elsewhere or str(checkout)))
+        (checkout / ".venv/bin/pip").write_text(f"#!{checkout}/.venv/bin/python\n")
+        assert not bootstrap.stamp_fits("dev", "auto")
+        bootstrap.make_environment()
+    assert made == []
+    (checkout / ".venv/bin/pip").write_text("#!/somewhere/else/.venv/bin/python\n")
+    bootstrap.make_environment()
+    assert made == ["again"]
+    assert "another folder" in capsys.readouterr().out
+
+
 # Which torch
 
 

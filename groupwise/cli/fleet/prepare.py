@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +12,13 @@ import typer
 
 from groupwise.cli.environment import EnvironmentOptions
 from groupwise.cli.fleet.access import FleetOption, fleet_here
+from groupwise.cli.installing import BuildLog
 from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.cli.parsing import secret as secret_of
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.terminal.ticker import Ticker
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.machines.plans import Plan
     from groupwise.jobs.hosts.files import BlobStore
+
+BUILD_LOGS = "prepare"
+"""Folder in that of the fleet with the log of each machine's last build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,30 +157,34 @@ async def _prepare_all(
 
     say(f"environment {plan.name}: groupwise {plan.packed.version} and {_describe_plan(plan)}")
     store = BlobStore(fleet.place.blobs)
-    is_only_one = len(machines) == 1
 
-    async def one(machine: Machine) -> dict[str, Any]:
-        vm = machine.vm_id
+    async def one(machine: Machine, ticker: Ticker) -> dict[str, Any]:
+        vm, say = machine.vm_id, ticker.note
+        label = "" if len(machines) == 1 else f"{vm}: "
+        log = BuildLog(ticker, fleet.place.folder / BUILD_LOGS / f"{vm}.log", label)
         try:
-            environment = await preparing.prepare(
-                machine, plan, store, say if is_only_one else lambda line: say(f"{vm}: {line}")
-            )
+            environment = await preparing.prepare(machine, plan, store, log.add)
             await asyncio.to_thread(lambda: fleet.change_machine(vm, python=environment.python))
             release = f"Python {environment.version}, groupwise {environment.groupwise}"
             say(f"{vm} is prepared: its jobs run with {environment.python} ({release})")
             result: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(environment)}
             if prune:
-                result |= await _prune_one(fleet, machine, plan, store)
+                result |= await _prune_one(fleet, machine, plan, store, say)
             return result
         except GroupwiseError as error:
+            log.show_failure()
             say(f"groupwise: {error.message}")
             return {"vm_id": vm, "problem": error.message, "code": error.code}
 
-    return list(await asyncio.gather(*(one(machine) for machine in machines)))
+    with Ticker(every=None) as ticker:
+        try:
+            return list(await asyncio.gather(*(one(machine, ticker) for machine in machines)))
+        finally:
+            ticker.clear()
 
 
 async def _prune_one(
-    fleet: LocalFleet, machine: Machine, plan: Plan, store: BlobStore
+    fleet: LocalFleet, machine: Machine, plan: Plan, store: BlobStore, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Prune one machine. A launch in progress may still use the interpreter that the row named before; then nothing is removed."""
     from groupwise.jobs.fleet.machines import prepare as preparing

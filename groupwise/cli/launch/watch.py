@@ -6,17 +6,20 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from groupwise.cli.installing import LaunchedLog
 from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code, write_json
 from groupwise.cli.printing import command_to_show
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line
+from groupwise.core.terminal.ticker import Ticker
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, FetchedResults, Handle, Status
@@ -102,8 +105,10 @@ def watch(
     from groupwise.jobs.hosts.failures import FailureClass
     from groupwise.jobs.launch.watching import Watch
 
-    folder, log = folder_of(note, to), LogWriter(err=as_json)
-    watching = Watch(folder, log.write, say)
+    folder, log, ticker = folder_of(note, to), LogWriter(err=as_json), Ticker(every=None)
+    shown_log = partial(LaunchedLog, log.write, ticker, f"groupwise launch logs {note.name}")
+    shown = shown_log()
+    watching = Watch(folder, shown.write, ticker.note)
     try:
         document = asyncio.run(_watch_to_end(watching, note, folder))
         if start_attempt is not None and document["failure"] == FailureClass.PREEMPTION:
@@ -111,7 +116,9 @@ def watch(
             with while_placing(note):
                 attempt = call_backend(note.place, start_attempt).attempt
             say(f"{note.name} continues: attempt {attempt}")
-            watching = Watch(folder, log.write, say)
+            shown.end()
+            shown = shown_log()
+            watching = Watch(folder, shown.write, ticker.note)
             document = asyncio.run(_watch_to_end(watching, note, folder))
     except KeyboardInterrupt:
         if not stop:
@@ -119,6 +126,7 @@ def watch(
             raise
         document = _stop_and_fetch(watching, note, folder)
     finally:
+        shown.end()
         log.end()
     if as_json:
         write_json(document)

@@ -49,7 +49,14 @@ from groupwise.core.terminal.text import one_line, shorten
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
-from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
+from groupwise.runs.find import (
+    RunInfo,
+    final_step,
+    list_runs,
+    resolve,
+    run_info,
+    saved_by_name,
+)
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
@@ -274,6 +281,7 @@ def _run_facts(path: Path) -> dict[str, Any]:
             "resumes": [asdict(resume) for resume in store.resumes()],
             "advice": advice_on(store),
             "checkpoints": [checkpoint.step for checkpoint in complete],
+            "saved_by_name": saved_by_name(path),
             "final_step": final_step(path) if (path / FINAL).is_dir() else None,
             "damaged_checkpoints": [str(skipped) for skipped in complete.skipped],
             "summary": read_summary(path),
@@ -303,6 +311,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             ("reward", sparkline(facts["rewards"], 40)),
             ("loss", "" if facts["rewards"] else sparkline(facts["losses"], 40)),
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
+            ("saved by name", "; ".join(facts["saved_by_name"])),
             ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
             ("resumed", counted(len(facts["resumes"]), "time") if facts["resumes"] else None),

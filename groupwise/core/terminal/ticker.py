@@ -61,6 +61,12 @@ class Ticker:
         if self._redraws:
             self._redraw()
 
+    def clear(self) -> None:
+        """Remove the line, so that something else can be written."""
+        if self._redraws and self._last_drawn:
+            self._write_text("\r\x1b[K")
+        self._line = self._last_drawn = ""
+
     def _redraw(self) -> None:
         if self._line == self._last_drawn or self._notes_only:
             return

@@ -246,7 +246,7 @@ def mark_stale(transaction: Transaction, run: str, sampled_before: int) -> list[
         f"run = ? AND state IN ({_placeholders(states)}) AND sampled_step < ? ORDER BY accepted",
         (run, *states, sampled_before),
     )
-    reason = f"sampled before step {sampled_before}"
+    reason = f"sampled after fewer than {sampled_before} steps"
     for row in outrun:
         set_group_state(transaction, [row], next_state(row.state, "go_stale"), reason)
     return outrun

@@ -72,7 +72,7 @@ def make_plan(
     require_active(transaction, run)
     if (existing := plan_of_step(transaction, run, step)) is not None:
         raise MoveError(
-            f"step {step} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
+            f"step {step + 1} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
         )
     plan = transaction.insert(
         "plans", run=run, step=step, parameters=pack_json(parameters), made_at=transaction.now
@@ -118,7 +118,7 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
     plan = _require_plan(transaction, run, step)
     if plan.state != "planned":
         raise MoveError(
-            f"the plan of step {step} of run {run} is {plan.state}: it cannot be quarantined."
+            f"the plan of step {step + 1} of run {run} is {plan.state}: it cannot be quarantined."
         )
     transaction.execute(
         "UPDATE plans SET state = 'quarantined', reason = ? WHERE id = ?", (label(reason), plan.id)
@@ -210,7 +210,7 @@ _PROBLEM_CODES = {
 def _require_plan(transaction: Transaction, run: str, step: int) -> PlanRow:
     plan = plan_of_step(transaction, run, step)
     if plan is None:
-        raise MoveError(f"step {step} of run {run} has no plan; make one first.")
+        raise MoveError(f"step {step + 1} of run {run} has no plan; make one first.")
     return plan
 
 

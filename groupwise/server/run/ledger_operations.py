@@ -315,7 +315,7 @@ def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
     plan = plans.plan_of(transaction, answer.group_ids[0])
     assert plan is not None, "it was planned"
     if plan.state == "quarantined":
-        raise Refusal("group_quarantined", f"step {plan.step} was put aside: {plan.reason}.")
+        raise Refusal("group_quarantined", f"step {plan.step + 1} was put aside: {plan.reason}.")
     return _step_answer(plan)
 
 

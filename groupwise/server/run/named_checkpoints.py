@@ -18,10 +18,9 @@ from groupwise.api.schemas.training import CheckpointAnswer
 from groupwise.core import atomic_files
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST, Checkpoint
+from groupwise.runs.find import SAVED
 from groupwise.runs.folder import CHECKPOINTS
 from groupwise.server.ledger.runs import RunRow
-
-SAVED = "saved.json"
 
 
 @dataclass(frozen=True, slots=True)

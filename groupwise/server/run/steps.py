@@ -123,7 +123,7 @@ def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...
         if record is None:
             raise Refusal(
                 "unknown_checkpoint",
-                f"step {plan.step} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after "
+                f"step {plan.step + 1} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after "
                 "it stood. Restore the run's checkpoints from a copy.",
             )
         assert row.rewards is not None, "a planned group has no rewards"

@@ -13,13 +13,15 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
+from groupwise.core.errors import UsageError
 from groupwise.core.settings.overrides import parse_override
 from groupwise.core.settings.schema import keys_of
 from groupwise.core.settings.tree import KeyPath
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.sampler.config import SamplerConfig
-from groupwise.tasks.rollouts.config import OWN_KEYS
+from groupwise.tasks.rollouts.config import OWN_KEYS, TURNS
+from groupwise.training import rollout_builder
 from groupwise.training.checks.doctor_machine import NEARLY_FULL
 from groupwise.training.config import DEFAULT_ALGORITHM, LoadedConfig, RunConfig, load_config
 from groupwise.training.config import with_task_schema as validated_task
@@ -55,6 +57,16 @@ FEW_ROWS = 1000
 """Number of supervised rows below which they are trained on several times."""
 CACHES_PER_COMPLETION = 5
 """Completion limit divided by the length of the penalised stretch before it (`algorithm.soft_punish_cache`)."""
+LENGTHS = (
+    "model.max_seq_length",
+    "sampler.max_completion_length",
+    "sampler.min_completion_length",
+    "eval.max_completion_length",
+    "algorithm.soft_punish_cache",
+    *(f"rollout.{key}" for key in ("max_rollout_length", "max_turns")),
+    *(f"rollout.{key}" for key in ("max_reasoning_length", "max_answer_length", "type")),
+)
+"""The keys that decide how much room a prompt has, for the message that there is none."""
 EXCLUDED_BY: dict[KeyPath, KeyPath] = {
     ("algorithm", "type"): ("algorithm", "preset"),
     ("training", "max_steps"): ("training", "num_train_epochs"),
@@ -338,40 +350,67 @@ def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int,
 
 def choose_lengths(
     draft: Draft,
-    longest_prompt: int,
+    prompts: Sequence[int],
     prompt_description: str,
     longest_completion: tuple[int, str],
     limit: int,
 ) -> None:
     """Choose lengths of prompt and completion that fit the model together.
 
-    `limit` is the model's longest text in tokens; `prompt_description` describes the measured prompts.
+    `prompts` are the measured lengths of prompts and `limit` is the model's longest text, in tokens; `prompt_description` says what was
+    measured. Raises `UsageError`, in the words of the command line, if there is no room for any prompt.
     """
+    longest_prompt = max(prompts)
     completion, reason = longest_completion
     space = rounded_up(longest_prompt)
     room = limit - space
     kind, (min_length, why) = draft.config.rollout.type, _min_completion(draft)
     if completion < min_length:
         completion, reason = rounded_up(min_length), why
-    if kind == "single" and completion > room >= max(MIN_COMPLETION, min_length):
+    if completion > room >= max(MIN_COMPLETION, min_length):
         completion, reason = room, f"what is left of the model's {limit} tokens after the prompt"
     if kind != "two_stage":
         draft.choose(("sampler", "max_completion_length"), completion, reason)
     config = draft.config
-    rollout_length = config.rollout.longest(config.sampler.max_completion_length)
-    if kind == "environment" and rollout_length > room >= config.sampler.max_completion_length:
-        rollout_length = room
-        reason = (
-            f"what is left of the model's {limit} tokens after the prompt, for all turns together"
+    rollout_length = rollout_builder.longest_completion(config)
+    left = f"what is left of the model's {limit} tokens after the prompt"
+    if kind in TURNS and rollout_length > room:
+        turn = config.sampler.max_completion_length
+        turns, reason = (
+            (room, f"{left}, for all turns together")
+            if room >= turn
+            else (limit // 2, f"half of the model's {limit} tokens, for all turns together")
         )
-        draft.choose(("rollout", "max_rollout_length"), room, reason)
+        if turns >= turn:
+            draft.choose(("rollout", "max_rollout_length"), turns, reason)
+    elif kind == "two_stage" and rollout_length > room:
+        reasoning = config.rollout.max_reasoning_length - (rollout_length - room)
+        if reasoning >= MIN_COMPLETION:
+            reason = f"{left} and the answer"
+            draft.choose(("rollout", "max_reasoning_length"), reasoning, reason)
+    rollout_length = rollout_builder.longest_completion(draft.config)
     max_prompt = min(space, limit - rollout_length)
+    if max_prompt < min(prompts):
+        raise UsageError(_no_room(draft, prompts, rollout_length, limit))
     if max_prompt < longest_prompt:
         reason = f"{prompt_description}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
     else:
         reason = f"{prompt_description}; longer ones would be left out and counted"
-    if max_prompt >= 1:
-        draft.choose(("data", "max_prompt_length"), max_prompt, reason)
+    draft.choose(("data", "max_prompt_length"), max_prompt, reason)
+
+
+def _no_room(draft: Draft, prompts: Sequence[int], rollout_length: int, limit: int) -> str:
+    """Why no prompt fits the model together with a completion, and what to change in the command."""
+    given = [key for key in LENGTHS if draft.is_given(tuple(key.split(".")))]
+    shortest, longest = min(prompts), max(prompts)
+    range_ = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+    facts = (
+        f"No prompt has room: the prompts have {range_} tokens, what follows them takes up to {rollout_length}, "
+        f"and the longest text of --model {draft.model} has {limit}."
+    )
+    if given:
+        return f"{facts} Change {' or '.join(given)}, which you gave, or give another model."
+    return f"{facts} Give a model with a longer context, or a task with shorter prompts."
 
 
 # --- the step ------------------------------------------------------------------------------------

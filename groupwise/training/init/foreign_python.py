@@ -163,6 +163,8 @@ class _Reader:
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
+    variables: dict[str, str] = field(default_factory=dict[str, str])
+    """Arguments of the read calls that are variables, with the names of these."""
     """What the file does to the rows of the trainer's dataset."""
     chosen: Sequence[str] = ()
     """The methods by which it leaves some of them out."""
@@ -426,6 +428,13 @@ class _Reader:
         if kind is not None:
             call = ParsedCall(kind, node.lineno, self._read_arguments(node, CALLS[kind]))
             self.calls.append(call)
+            given = [
+                *zip(CALLS[kind], node.args, strict=False),
+                *((each.arg, each.value) for each in node.keywords),
+            ]
+            self.variables |= {
+                str(name): value.id for name, value in given if isinstance(value, ast.Name)
+            }
             return call
         return self._call_of_python(node, function_name)
 
@@ -629,10 +638,14 @@ class _Reader:
             rest = replace(settings.pop("train_dataset"), written=chosen, remedy=CHOICE_REMEDY)
             settings |= {"train_dataset": rest} if self.chosen else {}
         elif isinstance(rows, Unread) and rows.remedy == TASK_REMEDY:
-            hooks = {ROWS: rows.written}
+            written = {"train_dataset": rows.written}
             if isinstance(held_out, Unread):
-                hooks[HELD_OUT_ROWS] = held_out.written
-            copied = copy_functions(source, own, hooks=hooks)
+                written["eval_dataset"] = held_out.written
+            # By their variables, what is done to the rows is done once. A variable that does not stand at the top is its expression.
+            by_name = {name: self.variables.get(name, text) for name, text in written.items()}
+            for returned in (by_name, written):
+                hooks = dict(zip((ROWS, HELD_OUT_ROWS), returned.values(), strict=False))
+                copied = copied or copy_functions(source, own, hooks=hooks)
             for name in ("train_dataset", "eval_dataset") if copied else ():
                 settings.pop(name, None)
         if copied is None:

@@ -28,6 +28,7 @@ from groupwise.engine.models.plan import all_parameters, prompt_room
 from groupwise.engine.models.probes import free_memory
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.tasks.contract import Task, load_task, require
+from groupwise.tasks.rollouts.config import TURNS
 from groupwise.tasks.rollouts.teacher import read_lessons
 from groupwise.training import placement, rollout_builder
 from groupwise.training.checks import doctor_cost, doctor_machine
@@ -152,7 +153,8 @@ def init(
 
 def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     path = ("rollout", "type")
-    if task.played_by is not None and path not in draft.chosen:
+    chosen = draft.chosen.get(path)
+    if task.played_by is not None and (chosen is None or chosen.value in TURNS):
         hook = "get_program" if task.played_by == "external" else "get_environment"
         draft.choose(path, task.played_by, f"the task has {hook}, which leads each rollout")
     choose_trainable(draft, all_parameters(draft.load().config.model))
@@ -168,7 +170,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_step(draft, device, len(examples))
     choose_lengths(
         draft,
-        max(lengths),
+        lengths,
         f"the longest of {len(lengths):,} prompts has {max(lengths)} tokens",
         choose_completion_length(
             known_answers(draft, task, tokenizer, examples), task.played_by is not None

@@ -28,7 +28,7 @@ from groupwise.engine.models.artefact import CARD, TOKENIZER, is_adapter, write_
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs import checkpoints
-from groupwise.runs.find import resolve_run
+from groupwise.runs.find import label_of, resolve_run, run_around
 from groupwise.runs.folder import RECORD, read_config, read_summary
 from groupwise.runs.record_files import check_can_write, write_record
 from groupwise.runs.store import Store
@@ -98,12 +98,14 @@ def export(
             )
         return Exported(path.name, steps, to, output, file_names)
     policy = find_policy(run, runs_dir)
-    if policy.run is None or policy.folder is None:
+    trained_by = policy.run or (None if policy.folder is None else run_around(policy.folder))
+    if trained_by is None or policy.folder is None:
         raise UsageError(
             f"{run!r} is not a run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
-    step = int(policy.label.rpartition("@")[2])
-    weights = _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
+    label = policy.label if policy.run is not None else label_of(trained_by, policy.folder)
+    step = int(label.rpartition("@")[2])
+    weights = _ExportedWeights(trained_by, policy.folder, step, trust_remote_code)
     with checkpoints.reading(weights.folder):
         if to == "adapter" and not is_adapter(weights.folder):
             raise UsageError(

@@ -1,6 +1,7 @@
 """The command line: parsing, exit codes, what stands on stdout and stderr. The verbs themselves are replaced by fakes."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from groupwise import __main__ as program
 from groupwise.cli.main import documentation, main
+from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.core.errors import ConfigError, NothingScoredError
 from groupwise.engine.distributed import prefork
 from groupwise.training.config import RunConfig
@@ -188,6 +190,31 @@ def test_a_plan_reads_as_numbers_settings_and_texts(
         "  groupwise rl -c c -t t --init-from 'a run@3' training.max_steps=3",
         "    the training",
     ]
+
+
+@pytest.mark.parametrize(("function", "words"), [
+    ("training.evaluation.evaluate.plan_policies", "groupwise eval -c c.yaml -t t.py --output 'my file.json' eval.temperature=1"),
+    ("training.evaluation.suite_evaluation.plan", "groupwise eval --suite math_500 --endpoint http://127.0.0.1:1/v1 --endpoint-model m"),
+    ("training.generation.generate.generate", "groupwise generate --dataset d.jsonl --prompt-template 'Solve: {q}' --output answers"),
+    ("jobs.launch.train_grpo.train_grpo", "groupwise-train-grpo --model tiny --dataset d.jsonl --reward_function correctness"),
+])  # fmt: skip
+def test_a_dry_run_names_the_command_that_does_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], function: str, words: str
+) -> None:  # fmt: skip
+    """As it was typed, wherever `--dry-run` stood in it."""
+    planned = {"plan": {"prompts": 3}}
+    found = planned if "plan" in function else Result(planned)
+    monkeypatch.setattr(f"groupwise.{function}", Verb(found))
+    program, *typed = shlex.split(words)
+    before = () if program.endswith("grpo") else (typed.pop(0),)
+    run = train_grpo if program.endswith("grpo") else main
+    for line in ([*typed, "--dry_run"], ["--dry_run", *typed]):
+        assert run([*before, *line]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[:3] == ["prompts  3", "", "next"]
+        assert shown[3] == f"  {words}"
+    assert run([*before, *typed, "--dry_run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == planned
 
 
 # --- failures

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from contextlib import closing
@@ -18,6 +19,7 @@ from groupwise.runs.find import (
     resolve,
     reward_ends,
     run_around,
+    saved_by_name,
 )
 from groupwise.runs.folder import RunFolder, State
 from groupwise.runs.records import StepRecord
@@ -90,6 +92,26 @@ class TestResolve:
         assert (found.name, found.checkpoint and found.checkpoint.step) == ("sort", 2)
         monkeypatch.chdir(runs / "sort")
         assert resolve(".", elsewhere).name == "sort"
+
+    def test_a_checkpoint_that_was_saved_by_name(self, runs: Path) -> None:
+        """On a training server: by its name beside the folder of runs, by its path; a run of the same name goes before it."""
+        for name in ("good", "math"):
+            saved = runs.parent / "checkpoints" / name
+            shutil.copytree(runs / "sort/checkpoints/step-4", saved)
+            (saved / "saved.json").write_text(json.dumps({"run": "sort", "step": 4}))
+        saved = runs.parent / "checkpoints" / "good"
+        for reference in ("good", str(saved)):
+            found = resolve(reference, runs)
+            assert (found.name, found.checkpoint and found.checkpoint.path) == ("sort", saved)
+        assert resolve("math", runs).path == runs / "math"
+        assert (run_around(saved), label_of(runs / "sort", saved)) == (runs / "sort", "sort@4")
+        assert saved_by_name(runs / "sort") == {"good": 4, "math": 4}
+        assert saved_by_name(runs / "math") == {}
+        (saved / "saved.json").write_text("{")
+        assert list(saved_by_name(runs / "sort")) == ["math"]
+        shutil.rmtree(runs / "sort")
+        with pytest.raises(RunNotFoundError, match="deleted"):
+            resolve(str(runs.parent / "checkpoints/math"), runs)
 
     def test_an_unknown_run_names_the_nearest_and_all(self, runs: Path) -> None:
         with pytest.raises(RunNotFoundError) as caught:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 from unittest.mock import Mock
 
 import pytest
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.api.schemas.training import GroupAnswer, StatusAnswer
+from groupwise.api.schemas.training import GroupAnswer, StatusAnswer, StepAnswer
 from groupwise.server.ledger import events, plans
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.run import ledger_operations
@@ -228,3 +229,14 @@ async def test_the_server_is_killed_or_shut_down_after_every_step_and_continues(
             assert await outcome(server) == undisturbed
         await server.service.shut_down(5)
         await server.ledger.close()
+
+
+def test_a_step_that_was_put_aside_is_named_as_people_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 1, as in the log and the dashboard; the field `step` is an index."""
+    plan = SimpleNamespace(step=1, state="quarantined", reason="it ended the engine twice")
+    monkeypatch.setattr(plans, "plan_of", lambda *_: plan)
+    answer = StepAnswer(status="accepted", step=1, group_ids=["g-1"])
+    with pytest.raises(Refusal, match="step 2 was put aside"):
+        ledger_operations.step_after(cast("Any", None), answer)

@@ -14,6 +14,7 @@ place or launch anything.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,17 +196,29 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
 
 
 def _require_own_folder(session: Session, vm: VM) -> None:
-    """Refuse a folder that another machine uses: each would take the other's jobs for stray ones and end them."""
-    location = {name: getattr(vm, name) for name in ("transport", "workdir")}
+    """Refuse a folder of the same machine that another row uses: each would report the other's jobs.
+
+    One machine under two addresses is not recognised. Then its GPUs belong to the first row (`observation._find_twins`), and an attempt is
+    live whichever row reports it (`records.known_jobs`); only its slots for jobs without GPUs count twice.
+    """
+    location: dict[str, Any] = {"transport": vm.transport}
     if vm.transport != LOCAL:
         location |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
-    query = select(VM.vm_id).where(VM.active, VM.vm_id != vm.vm_id).filter_by(**location)
-    if (other := session.scalar(query.order_by(VM.vm_id).limit(1))) is not None:
+    query = select(VM.vm_id, VM.workdir).where(VM.active, VM.vm_id != vm.vm_id)
+    rows = session.execute(query.filter_by(**location).order_by(VM.vm_id))
+    folder = _spelled_shortly(vm.workdir)
+    other = next((vm_id for vm_id, path in rows if _spelled_shortly(path) == folder), None)
+    if other is not None:
         raise Refusal(
             "invalid_request",
             f"{other} keeps everything in {vm.workdir} of the same machine, and both would take each other's jobs for their own. Give "
             f"{vm.vm_id} a --workdir of its own.",
         )
+
+
+def _spelled_shortly(folder: str) -> str:
+    """A folder of a machine in one spelling: `~/w/` is `w`, as both are in the home there."""
+    return posixpath.normpath(folder.removeprefix("~/"))
 
 
 def _make_row(session: Session, vm_id: str) -> bool:

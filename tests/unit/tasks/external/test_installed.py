@@ -117,6 +117,8 @@ def test_packages_with_other_names_are_listed_with_the_command_that_uses_them(
 
 def test_a_missing_environment_is_reported_with_what_to_do():
     install("my_game", kind="verifiers", say=False)
+    with pytest.raises(TaskError, match="textarena:NAME, verifiers:NAME"):
+        load_task("gym:CartPole-v1")
     task = load_task("verifiers:my-gane")
     with pytest.raises(
         TaskError, match=r"Did you mean my-game.*groupwise environments install my-gane"

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from groupwise.core.errors import UsageError
 from groupwise.training.init.choices import (
+    LENGTHS,
     MAX_STEP_SECONDS,
     SLOTS,
     Draft,
@@ -57,7 +59,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
     choose_required_keys(chosen)
     chosen.load()
     choose_step(chosen, "cpu", 2)
-    choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
+    choose_lengths(chosen, [40], "measured", (64, "wanted"), 4096)
     fit_time(chosen, lambda: 2 * MAX_STEP_SECONDS)
     assert values(chosen, *expected) == tuple(expected.values())
     given = {word.partition("=")[0] for word in words.split("; ")}
@@ -86,19 +88,35 @@ def test_the_choice_of_trained_weights_and_learning_rate(kind, parameters, words
 # --- lengths -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "longest", "wanted", "limit", "expected"), [
-    ((), 40, 64, 2048, (64, 48, None)), ((), 40, 256, 200, (152, 48, None)), ((), 190, 64, 200, (64, 136, None)),
-    (("sampler.max_completion_length=30",), 40, 256, 100, (30, 48, None)),
-    (("rollout.type=environment",), 4, 64, 2048, (64, 16, None)), (("rollout.type=environment",), 4, 128, 2048, (128, 16, 2032)),
-    (("rollout.type=two_stage",), 40, 64, 2048, (256, 48, None)),
+@pytest.mark.parametrize(("words", "prompts", "wanted", "limit", "expected"), [
+    ((), [40], 64, 2048, (64, 48, None)), ((), [40], 256, 200, (152, 48, None)), ((), [190, 90], 64, 200, (64, 136, None)),
+    (("sampler.max_completion_length=30",), [40], 256, 100, (30, 48, None)),
+    (("rollout.type=environment",), [4], 64, 2048, (64, 16, None)), (("rollout.type=environment",), [4], 128, 2048, (128, 16, 2032)),
+    (("rollout.type=external",), [4], 128, 2048, (128, 16, 2032)), (("rollout.type=external",), [4], 128, 100, (84, 16, 84)),
+    (("rollout.type=external",), [4, 1990], 128, 2048, (48, 2000, 48)),
+    (("rollout.type=external",), [4, 3000], 128, 2048, (128, 1024, 1024)),
+    (("rollout.type=two_stage",), [40], 64, 2048, (256, 48, None)), (("rollout.type=two_stage",), [40], 64, 512, (256, 48, None)),
 ])  # fmt: skip
-def test_prompt_and_completion_fit_the_model_together(words, longest, wanted, limit, expected):
+def test_prompt_and_completion_fit_the_model_together(words, prompts, wanted, limit, expected):
     chosen = draft(*words)
-    choose_lengths(chosen, longest, "measured", (wanted, "wanted"), limit)
+    choose_lengths(chosen, prompts, "measured", (wanted, "wanted"), limit)
     keys = ("sampler.max_completion_length", "data.max_prompt_length", "rollout.max_rollout_length")
     assert values(chosen, *keys) == expected
     whole = chosen.config.rollout.longest(chosen.config.sampler.max_completion_length)
     assert expected[1] + whole <= limit
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    ((), "--model tiny has 64"), (("rollout.type=external",), "rollout.type"), (("rollout.type=two_stage",), "rollout.type"),
+    (("sampler.max_completion_length=60", "training.seed=1"), "sampler.max_completion_length"),
+    (("rollout.type=external", "rollout.max_rollout_length=60"), "rollout.max_rollout_length or rollout.type"),
+])  # fmt: skip
+def test_without_room_for_a_prompt_only_what_the_user_gave_is_named(words, named):
+    with pytest.raises(UsageError) as refused:
+        choose_lengths(draft(*words), [60, 62], "measured", (64, "wanted"), 64)
+    keys = {key for key in LENGTHS if key in str(refused.value)}
+    assert keys <= {word.partition("=")[0] for word in words}
+    assert named in str(refused.value)
 
 
 # --- memory and time -----------------------------------------------------------------------------

@@ -378,6 +378,27 @@ def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
     }
 
 
+@pytest.mark.parametrize(("held_out", "prompts"), [
+    ("", []), (", eval_dataset=rows", ["a+", "b+"]), (", eval_dataset=rows.select([1])", ["b+"]),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "again", ["", "rows = rows.map(lambda row: {'prompt': row['prompt'] + '+'})"]
+)
+def test_rows_of_a_variable_are_written_and_changed_once(held_out: str, prompts: list[str], again: str) -> None:  # fmt: skip
+    made("a.py", f"""from datasets import Dataset
+def right(completions, **kwargs): return [0.0 for _ in completions]
+rows = Dataset.from_list([{{"prompt": "a"}}, {{"prompt": "b"}}])
+{again}
+GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows{held_out}).train()""")  # fmt: skip
+    assert Path("a-groupwise.py").read_text().count("from_list") == 1
+    task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
+    end = "+" if again else ""
+    assert [each.prompt for each in task.rl_examples(config)] == [f"a{end}", f"b{end}"]
+    if prompts:
+        held = [str(each.prompt) for each in task.eval_examples(config)]
+        assert held == [prompt.replace("+", end) for prompt in prompts]
+
+
 @pytest.mark.parametrize(("before", "after"), [
     ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
 ])  # fmt: skip

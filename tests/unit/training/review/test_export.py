@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_an_adapter_is_handed_out_as_it_is(runs, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (final / name).read_bytes()
         assert (tmp_path / "out" / name).stat().st_nlink == 1, "who edits it edits no run"
     assert (made.run, made.step, made.format) == ("toy", 5, "adapter")
+
+
+def test_a_checkpoint_of_a_server_is_exported_by_its_name_and_any_by_its_folder(runs, tmp_path):
+    shutil.copytree(runs / "toy", tmp_path / "runs/toy")
+    step, good = tmp_path / "runs/toy/checkpoints/step-4", tmp_path / "checkpoints/good"
+    shutil.copytree(step, good)
+    (good / "saved.json").write_text(json.dumps({"run": "toy", "step": 4}))
+    by_step = export("toy@4", "adapter", tmp_path / "by-step", runs_dir=runs)
+    for number, reference in enumerate(("good", str(good), str(step))):
+        made = export(reference, "adapter", tmp_path / str(number), runs_dir=tmp_path / "runs")
+        assert (made.run, made.step, made.files) == ("toy", 4, by_step.files)
 
 
 def test_a_checkpoint_gets_tokenizer_and_card_and_nothing_of_the_training(runs, tmp_path):

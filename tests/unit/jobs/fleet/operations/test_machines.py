@@ -156,6 +156,9 @@ def test_two_machines_of_one_folder_would_end_each_others_jobs(small: Any) -> No
     small.do(machines.add, NewMachine("a", "login", user="ada", workdir="w"))
     with pytest.raises(Refusal, match="w of the same machine"):
         small.do(machines.add, NewMachine("b", "login", user="ada", workdir="w", engine=SLURM))
+    for spelled in ("w/", "./w", "~/w", "x/../w"):
+        with pytest.raises(Refusal, match="--workdir"):
+            small.do(machines.add, NewMachine("b", "login", user="ada", workdir=spelled))
     small.do(machines.add, NewMachine("b", "login", user="ada", engine=SLURM))
     with pytest.raises(Refusal, match="of the same machine"):
         small.do(machines.change, "b", workdir="w")
