@@ -343,6 +343,12 @@ def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
     assert not any(p.requires_grad for p in model.parameters("mlp").values())
 
 
+def test_the_file_of_a_new_adapter_has_no_key_that_the_oldest_peft_warns_of():
+    keys = {*new_lora_config(LoraConfig(r=4)).to_json()}
+    assert "peft_version" in keys
+    assert "kasa_config" not in keys  # of peft 0.21
+
+
 NARROW = {"layers_to_transform": [1], "use_rslora": True}
 PART = {"exclude_modules": ["layers.0.self_attn.v_proj"]}
 
