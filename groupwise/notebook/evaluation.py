@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.notebook import Table, show, tell
+from groupwise.core.terminal.notebook import Table, one_output, show, shown_while, tell
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, flat
 from groupwise.notebook.friendly_errors import is_count, plain_number
@@ -24,6 +24,7 @@ from groupwise.runs.store import Store
 from groupwise.training.evaluation.evaluate import evaluate as evaluated
 
 
+@one_output()
 def evaluate(
     config: TrainingConfig,
     session: Session,
@@ -69,7 +70,7 @@ def evaluate(
                 "compare `reward`."
             )
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    with by_own_names(config), note_changes(rewards, facts):
+    with shown_while("evaluating"), by_own_names(config), note_changes(rewards, facts):
         result = evaluated(
             core,
             task,

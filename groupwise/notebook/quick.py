@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.notebook import Table, show
+from groupwise.core.terminal.notebook import Table, one_output, show, shown_while
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import format_prompt
 from groupwise.notebook.export import export_checkpoint
@@ -16,13 +16,15 @@ from groupwise.notebook.training import TrainerState, train_grpo
 QUESTION = "Ada has 3 boxes with 12 pencils each. She gives 8 pencils away. How many are left?"
 
 
+@one_output()
 def quick_test(config: TrainingConfig, session: Session, test_question: str | None = None) -> str:
     """Ask the trained policy a question (default: a small problem of arithmetic), show its answer and return it."""
     refuse_other(config, session)
     question: Any = QUESTION if test_question is None else test_question
     if not isinstance(question, str) or not question.strip():
         raise UsageError(f"test_question is {question!r}; give the text of a question.")
-    [answer] = session.sampler([format_prompt(question, config)])
+    with shown_while("answering"):
+        [answer] = session.sampler([format_prompt(question, config)])
     rows = [("question", question), ("answer", answer), ("answered by", session.policy)]
     show(Table("Quick test", rows))
     return answer

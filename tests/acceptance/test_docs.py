@@ -553,7 +553,8 @@ OF_SERVERS = [page for page in ALONE if begins_a_server(page) and page.name not 
 OF_JOBS = [page for page in ALONE if page.name in LAUNCHED]
 WITH_COMMANDS = [p for p in ALONE if commands(p) and p not in (*OF_SERVERS, *OF_JOBS)]
 SLOW = pytest.mark.timeout(300)
-"""Engines begin, models learn, jobs run one after the other."""
+"""Engines begin, models learn, jobs run one after the other. The first test that runs commands makes the quickstart, too, and compiles
+kernels if no earlier run saved them: 105 s on two cores."""
 SOAK = (SLOW, pytest.mark.soak(suite="docs"))
 """Jobs of a page run on every kind of place, which takes a minute and a half."""
 
@@ -561,8 +562,8 @@ SOAK = (SLOW, pytest.mark.soak(suite="docs"))
 @pytest.mark.parametrize(
     "page",
     [
-        *some(WITH_COMMANDS),
-        *some(OF_SERVERS, pytest.mark.server),
+        *some(WITH_COMMANDS, SLOW),
+        *some(OF_SERVERS, SLOW, pytest.mark.server),
         *(pytest.param(page, id=f"all: {name(page)}", marks=SOAK) for page in OF_JOBS),
     ],
 )
@@ -586,7 +587,7 @@ def runs_with_its_page(config: Path) -> bool:
 OF_NO_PAGE = [config for config in CONFIGS if not runs_with_its_page(config)]
 
 
-@pytest.mark.parametrize("config", some(OF_NO_PAGE))
+@pytest.mark.parametrize("config", some(OF_NO_PAGE, SLOW))
 def test_configs_of_no_page_run_by_their_first_line(config: Path, run: Run) -> None:
     run(first_line_command(config))
 
@@ -613,8 +614,8 @@ OF_NOTEBOOKS = [page for page in WITH_PYTHON if page.name == "notebooks.md"]
 @pytest.mark.parametrize(
     "page",
     [
-        *some([page for page in WITH_PYTHON if page not in OF_NOTEBOOKS]),
-        *some(OF_NOTEBOOKS, pytest.mark.notebook),
+        *some([page for page in WITH_PYTHON if page not in OF_NOTEBOOKS], SLOW),
+        *some(OF_NOTEBOOKS, SLOW, pytest.mark.notebook),
     ],
 )
 def test_python_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
+from groupwise.core.terminal.quantities import duration
 from groupwise.core.terminal.text import clean, one_line
 
 FONT = "13px ui-sans-serif, system-ui, sans-serif"
@@ -128,6 +131,35 @@ def one_output() -> Generator[None]:
 def output() -> Output:
     """The output to draw into next: a new one, except inside `one_output`."""
     return _shared.get() or Output()
+
+
+@contextmanager
+def shown_while(work: str) -> Generator[None]:
+    """Show the name of long work and the time that passes below the cell; outside a kernel nothing.
+
+    Inside `one_output`, what is shown next takes its place.
+    """
+    kernel = kernel_display()
+    if kernel is None:
+        yield
+        return
+    place, cell, started_at, ended = output(), copy_context(), time.monotonic(), threading.Event()
+
+    def draw() -> None:
+        while True:
+            passed = duration(time.monotonic() - started_at)
+            html = f'<div style="font: {FONT}">{as_html(work)} · {passed} elapsed</div>'
+            cell.copy().run(place.draw, kernel, html)
+            if ended.wait(1.0):
+                return
+
+    thread = threading.Thread(target=draw, name="notebook wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def show(shown: Displayable) -> None:

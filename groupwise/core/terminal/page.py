@@ -1,5 +1,7 @@
 """The progress of long work in a notebook: one output below the cell, redrawn in place.
 
+A thread redraws it when nothing is reported, so the time passes while a model is loaded or kernels are compiled.
+
 It shows the numbers of the board, curves of reward, its parts, KL and length, and the newest completions with their rewards. Plots are
 separate images, whose styles cannot affect the rest of the notebook. The last state is saved with the notebook.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextvars
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +21,9 @@ from groupwise.core.terminal.text import ending, shorten
 from groupwise.core.types import Group, Prompt
 
 REDRAW = 1.0
-"""Minimum number of seconds between two drawings. The last step is drawn at once."""
+"""Minimum number of seconds between two drawings. The last step is drawn at once. Until the first step, the thread waits as long."""
+ONLY_TIME = 5.0
+"""Number of seconds after which the thread redraws a page with plots if only the time has changed."""
 GROUPS, OF_EACH = 3, 2
 """Number of groups of a step that are shown, and of completions of each."""
 LONGEST = 240
@@ -48,13 +53,32 @@ class Page:
         self._curves: dict[str, list[Point]] = {}
         self._notes: list[str] = []
         self._groups: Sequence[Group] = ()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep_time, name="notebook page", daemon=True)
+
+    def start(self) -> None:
+        """Keep the time that is shown up to date, until `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Draw the page for the last time."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.draw()
+
+    def _keep_time(self) -> None:
+        while not self._closed.wait(REDRAW):
+            self.tick(ONLY_TIME if self._curves else REDRAW)
 
     def step(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         """Record a finished step and redraw."""
-        for name, value in metrics.items():
-            if name in ("reward", *_CURVES) or part_of(name) is not None:
-                self._curves.setdefault(name, []).append((step + 1, value))
-        self._groups = groups or self._groups
+        with self._lock:
+            for name, value in metrics.items():
+                if name in ("reward", *_CURVES) or part_of(name) is not None:
+                    self._curves.setdefault(name, []).append((step + 1, value))
+            self._groups = groups or self._groups
         if self._board.done >= self._board.total:
             self.draw()
         else:
@@ -62,18 +86,20 @@ class Page:
 
     def note(self, text: str) -> None:
         """Add a line for the reader; it stays above the numbers."""
-        self._notes.append(text)
+        with self._lock:
+            self._notes.append(text)
         self.draw()
 
-    def tick(self) -> None:
-        """Redraw, unless the last drawing is less than `REDRAW` seconds old; a later call then draws the change."""
-        if self._clock() - self._drawn_at >= REDRAW:
+    def tick(self, pause: float = REDRAW) -> None:
+        """Redraw, unless the last drawing is less than `pause` seconds old; a later call then draws the change."""
+        if self._clock() - self._drawn_at >= pause:
             self.draw()
 
     def draw(self) -> None:
         """Draw the current state in place of the last one."""
-        self._drawn_at = self._clock()
-        self._cell.copy().run(self._output.draw, self._kernel, self.html())
+        with self._lock:
+            self._drawn_at = self._clock()
+            self._cell.copy().run(self._output.draw, self._kernel, self.html())
 
     def html(self) -> str:
         """The page as HTML."""

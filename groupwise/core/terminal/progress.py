@@ -57,6 +57,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._board.start()
+        if self._page is not None:
+            self._page.start()
         if self.live:
             from rich.live import Live
 
@@ -87,7 +89,7 @@ class Progress:
             live.stop()
         if self._page is not None:
             self._board.phase("", None, None)
-            self._page.draw()
+            self._page.close()
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Show the current phase of the step, such as `sampling`, and how much of it is done. Only live views show it."""

@@ -33,12 +33,13 @@ PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
 DEFAULTS: Mapping[str, Any] = {
     "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "bias": "none", "corda_config": None,
     "ensure_weight_tying": False, "eva_config": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
-    "kasa_config": None, "layer_replication": None, "loftq_config": {}, "lora_bias": False, "lora_ga_config": None, "megatron_config": None,
+    "layer_replication": None, "loftq_config": {}, "lora_bias": False, "lora_ga_config": None, "megatron_config": None,
     "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None, "peft_type": "LORA", "qalora_group_size": 16,
     "rank_pattern": {}, "revision": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
     "velora_config": None,
 }  # fmt: skip
-"""Keys of peft's file beside the fields of `AdapterConfig`, with the values that a plain adapter has."""
+"""Keys of peft's file beside the fields of `AdapterConfig`, with the values that a plain adapter has. `kasa_config` is left out: peft
+before 0.21 warns of it when it loads the adapter."""
 
 Names = str | Collection[str] | None
 """A regular expression for paths of modules, or their last names."""
@@ -174,5 +175,5 @@ def read_lora_config(folder: Path) -> AdapterConfig:
         r=rank,
         lora_alpha=alpha,
         **{key: value for key, value in given.items() if key in own},
-        stored={key: value for key, value in stored.items() if key in DEFAULTS},
+        stored={key: value for key, value in stored.items() if key in {*DEFAULTS, *UNSUPPORTED}},
     )

@@ -213,6 +213,12 @@ def _datetime_parts(value: Any) -> dict[str, Any]:
     return {"iso": value.isoformat(), "fold": value.fold, "zone": value.tzinfo}
 
 
+def _timestamp_parts(value: Any) -> dict[str, Any]:
+    parts = _datetime_parts(value)
+    name = getattr(value.tzinfo, "zone", None)  # of pytz, which pandas before 3 uses
+    return {**parts, "zone": name} if isinstance(name, str) else parts
+
+
 def _attribute_parts(*names: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: getattr(value, name) for name in names}
 
@@ -240,7 +246,7 @@ PARTS: dict[type, Callable[[Any], dict[str, Any]]] = {
 }
 """Classes of the standard library, without those derived from them, and what their instances consist of."""
 PARTS_BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "pandas.Timestamp": _datetime_parts,
+    "pandas.Timestamp": _timestamp_parts,
     "pandas.Timedelta": _date_parts,
     "pandas.NaTType": _attribute_parts(),
     "pandas.NAType": _attribute_parts(),

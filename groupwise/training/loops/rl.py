@@ -26,7 +26,7 @@ from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.profiling import profile_step
 from groupwise.training.loops.recording import check_something_scored, commit
 from groupwise.training.loops.run import Run, StepBatch, TaskRun
-from groupwise.training.loops.schedules import make_schedule
+from groupwise.training.loops.schedules import make_schedule, show_sampling
 from groupwise.training.loops.training import save_checkpoint
 
 EARLY_WARNING_STEP = 5
@@ -43,6 +43,7 @@ async def train(run: TaskRun) -> None:
             await run.callbacks.step_begins()
             started_at = time.perf_counter()
             run.timings = Timings()
+            show_sampling(run)
             with profile_step(run):
                 batch = await run.interruption.allow(run.schedule.next())
                 await take_step(run, batch, started_at)

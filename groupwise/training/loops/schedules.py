@@ -337,10 +337,15 @@ async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> 
     scored_group = await drawing.score(run, group, step)
     timer.scored()
     run.uncommitted_groups[group.draw] = scored_group
+    show_sampling(run)
+    return scored_group
+
+
+def show_sampling(run: TaskRun) -> None:
+    """Show how many groups of the step are sampled and scored."""
     run.progress.phase(
         "sampling", len(run.uncommitted_groups), run.config.training.prompts_per_step
     )
-    return scored_group
 
 
 async def _settle_sampling(

@@ -58,6 +58,8 @@ AHEAD = 8192
 
 
 _TWOS = ir.VectorType(NamedType("bfloat"), 2 * LANES)
+_PAIRS_OF_INSTRUCTION = _TWOS if llvmlite.binding.llvm_version_info >= (16, 0, 0) else WORDS
+"""LLVM's type of 16 pairs of bfloat16, where the instruction multiplies them; before LLVM 16, which numba has from 0.62, it was words."""
 
 Sums = list[Any]
 Begin = Callable[[VectorCode, Any, int], Sums]
@@ -122,9 +124,10 @@ def _add_pairs(code: VectorCode, line: Any, rows: list[Any], offset: Any, sums: 
 def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
     if _HAS_INSTRUCTION:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
+        kind = _PAIRS_OF_INSTRUCTION
+        multiply = code.function(name, FLOATS, [FLOATS, kind, kind])
         return code.builder.call(
-            multiply, [total, *(code.builder.bitcast(operand, _TWOS) for operand in (left, right))]
+            multiply, [total, *(code.builder.bitcast(operand, kind) for operand in (left, right))]
         )
     for part in (code.lower_halves, code.upper_halves):
         total = code.fused(part(left), part(right), total)

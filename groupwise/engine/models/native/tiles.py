@@ -27,6 +27,9 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 """A system call of Linux on x86-64, its code that asks for a feature, and the number of the tiles' data."""
 
 
+_TESTED_LLVM = (16, 0, 0)
+"""numba has a newer one from 0.62. Older ones compile this code as well, but no test has run it."""
+
 _TILE = NamedType("x86_amx")
 """A tile register."""
 
@@ -34,6 +37,8 @@ _TILE = NamedType("x86_amx")
 @cache
 def has_tiles() -> bool:
     """True if the CPU has tiles of bfloat16 and int8, and Linux lets this process use them. The first call asks for them."""
+    if llvmlite.binding.llvm_version_info < _TESTED_LLVM:
+        return False
     features = llvmlite.binding.get_host_cpu_features()
     if sys.platform != "linux" or not (features.get("amx-bf16") and features.get("amx-int8")):
         return False

@@ -8,7 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.notebook import Table, show
+from groupwise.core.terminal.notebook import Table, one_output, show, shown_while
+from tests.processes import wait_until
 
 
 class Kernel:
@@ -58,3 +59,20 @@ def test_a_table_is_html_in_a_kernel_and_what_it_holds_is_not(kernel, capsys):
     assert "<b>" not in shown
     assert "Facts" in shown
     assert capsys.readouterr().out == ""
+
+
+def test_the_time_of_long_work_stands_where_its_result_will_be(kernel):
+    with one_output():
+        with shown_while("evaluating <x>"):
+            wait_until(lambda: kernel.shown, "a drawing")
+            assert "evaluating &lt;x&gt; · 0 s elapsed" in kernel.shown[0]
+        show(TABLE)
+    [shown] = kernel.shown
+    assert "Facts" in shown
+    assert "elapsed" not in shown
+
+
+def test_outside_a_kernel_long_work_says_nothing(capsys):
+    with shown_while("evaluating"):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from groupwise.core.terminal.board import Board
 from groupwise.core.terminal.page import REDRAW, Page
 from groupwise.core.terminal.progress import Progress
 from tests.meanwhile import right_after
+from tests.processes import wait_until
 
 METRICS = {
     "reward": 0.5, "reward_std": 0.2, "rewards/format/mean": 0.8, "kl": 0.0012, "completions/mean_length": 34.1, "loss": -0.0031,
@@ -121,6 +123,22 @@ def test_it_does_not_grow_with_the_training():
         return len(at.kernel.shown[0])
 
     assert size(3000) < 1.1 * size(1000) < 150_000
+
+
+def test_the_time_passes_on_it_while_nothing_is_reported(monkeypatch):
+    kernel, clock = Kernel(), Clock()
+    monkeypatch.setattr("groupwise.core.terminal.progress.kernel_display", lambda: kernel)
+    monkeypatch.setattr("groupwise.core.terminal.page.REDRAW", 0.01)
+    with Progress("a run", 20, clock=clock) as progress:
+        progress.phase("loading")
+        progress.note("kernels are compiled")
+        clock.now += 7
+        wait_until(lambda: "0:07 elapsed · loading" in kernel.shown[0], "the time")
+        assert "kernels are compiled" in kernel.shown[0]
+    drawn = kernel.drawn
+    clock.now += 7
+    time.sleep(0.1)
+    assert kernel.drawn == drawn
 
 
 def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch, capsys):

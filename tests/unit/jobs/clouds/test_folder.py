@@ -224,7 +224,7 @@ def test_results_that_another_process_sets_aside_meanwhile(
     removed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with results_folder(tmp_path, JOB) as results:
-        come(results, {"w": b"1"})
+        fetch_files(results, {"w": b"1"})
     note = tmp_path / INCOMING / NOTE
     change = note.unlink if removed == "results" else lambda: shutil.rmtree(note.parent)
     right_after(monkeypatch, fcntl, "flock", change)
