@@ -288,9 +288,7 @@ trainer.train()
 """
 
 
-def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_module_that_does_not() -> (
-    None
-):
+def test_rewards_and_row_functions_of_a_training_script_are_copied_into_a_module() -> None:
     config, report = made("a.py", MAPPED)
     pipeline = "a-groupwise.py:process_row"
     assert config["data"] == {
