@@ -135,7 +135,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(no_weights):
     assert load_config("toy_task.yaml").config.model.name == "tiny"
 
 
-def test_a_model_that_does_not_fit_is_said_and_the_thriftiest_settings_are_written(
+def test_for_a_model_that_does_not_fit_the_most_economical_settings_are_written(
     monkeypatch, no_weights, capsys
 ):
     monkeypatch.setattr(module, "free_memory", lambda device: 100 << 20)

@@ -46,7 +46,7 @@ def test_a_lost_record_comes_back(whole, copy, tmp_path, capsys):
     assert replay("toy", step=4, runs_dir=tmp_path).exact, "with every token"
 
 
-def test_a_checkpoint_that_carries_a_damaged_piece_is_one_too_many(whole, copy, tmp_path, capsys):
+def test_a_checkpoint_with_a_damaged_segment_is_not_resumed_from(whole, copy, tmp_path, capsys):
     pieces = sorted((copy / "checkpoints/step-5/run/records").iterdir())
     pieces[0].write_bytes(bytes(pieces[0].stat().st_size))
     lose(copy)

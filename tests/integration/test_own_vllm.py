@@ -173,7 +173,7 @@ def test_a_slow_start_tells_what_the_server_says(
     assert not (tmp_path / "runs/toy").exists()
 
 
-def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
+def test_a_killed_run_leaves_no_server_behind(tmp_path: Path, python: Path) -> None:
     """Also one that waits for it. The folder of its socket goes when another process claims one."""
     record = tmp_path / "told"
     python.write_text(

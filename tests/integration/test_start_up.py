@@ -68,7 +68,7 @@ def test_the_processes_of_ranks_are_begun_before_anything_else(command, tmp_path
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_dry_run_begins_none(tmp_path, monkeypatch):
+def test_a_dry_run_starts_no_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "expect_ranks", lambda config: pytest.fail("begun"))
     assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
 

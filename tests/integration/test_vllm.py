@@ -300,7 +300,7 @@ def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, 
     assert not list(shared.glob("*/*"))
 
 
-def test_a_run_that_is_killed_while_it_sends_weights_continues_when_its_server_is_started_again(
+def test_a_run_killed_while_sending_weights_continues_after_its_server_restarts(
     tmp_path, gloo, server
 ):
     given = full_settings(

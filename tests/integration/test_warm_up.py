@@ -151,7 +151,7 @@ def test_a_stop_condition_that_never_holds_is_reported(tmp_path, task, capsys):
     assert "no condition of training.stop_when was met in 4 steps (reward is 0." in told
 
 
-def test_a_rule_that_is_none_is_refused(tmp_path, task):
+def test_an_invalid_stop_condition_is_refused(tmp_path, task):
     with pytest.raises(ConfigError, match="'reward is 1' is not a condition"):
         groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
     with pytest.raises(UsageError, match="names rewards/shape, which the evaluation after 0 steps"):

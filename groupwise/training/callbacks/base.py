@@ -56,8 +56,7 @@ SLOW_CALLBACK_SECONDS = 60.0
 class RunEnd:
     """How a run ended."""
 
-    state: Literal["finished", "stopped", "interrupted", "failed"]
-    """`stopped`: by a client of a training server, whose runs have no callbacks."""
+    state: Literal["finished", "interrupted", "failed"]
     summary: dict[str, Any]
     """Same as the run's summary.json; empty for a failed run."""
     error: str | None = None

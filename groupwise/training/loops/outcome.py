@@ -91,7 +91,7 @@ async def end(
     """Record the end of the run and announce it to callbacks and viewers. Returns the summary with the state.
 
     Before that, the final weights of a finished run get their model card and are uploaded if `run.hub` is set. Only a client of a training
-    server stops a run.
+    server stops a run; such runs have no callbacks.
     """
     if state == "finished":
         step = run.folder.store.get_meta()[FINAL_STEP]
@@ -106,14 +106,15 @@ async def end(
         atomic_files.write_file(final / CARD, card.encode())
         summary = {**summary, **await _upload_final_weights(run, summary["policy"])}
     run.folder.summarise(state, summary)
-    try:
-        # A run that is killed during these calls has not ended; a resume repeats them.
-        await run.callbacks.end(RunEnd(state, summary))
-    except CallbackError:
-        run.folder.finish(state, summary)
-        raise
-    if run.callbacks.unfinished_work:
-        state = "interrupted"
+    if state != "stopped":
+        try:
+            # A run that is killed during these calls has not ended; a resume repeats them.
+            await run.callbacks.end(RunEnd(state, summary))
+        except CallbackError:
+            run.folder.finish(state, summary)
+            raise
+        if run.callbacks.unfinished_work:
+            state = "interrupted"
     run.folder.finish(state, summary)
     if state == "finished":
         logger.info("finished after %d steps", run.step)

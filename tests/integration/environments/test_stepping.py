@@ -43,7 +43,7 @@ def value(rollout: Rollout, name: str) -> float | None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_game_for_one_is_won_by_who_plays_it_well():
+async def test_a_single_player_game_is_won_by_a_good_player():
     def halve(seed: int, seen: str) -> str:
         low, high = 1, 20
         said = re.findall(r"\[(\d+)\]<\|im_end\|>.*?number is (higher|lower)", seen, re.DOTALL)

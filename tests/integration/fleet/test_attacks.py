@@ -20,7 +20,7 @@ LIES = (
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_machine_that_lies_in_several_places(fleet: Fleet, seed: int) -> None:
+def test_observations_with_several_forged_values_do_no_harm(fleet: Fleet, seed: int) -> None:
     rng = random.Random(seed)
     believed = 0
     for number in range(500):

@@ -82,7 +82,7 @@ def test_neither_host_is_used_before_its_key_is_trusted(
     assert keys.parse_host_key(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
 
 
-def test_a_machine_is_logged_in_to_and_looked_at_as_it_is_added(
+def test_adding_a_machine_logs_in_and_polls_it(
     fleet: Command, inner: LoopbackHost, tmp_path: Path
 ) -> None:
     inner.gpus(2)

@@ -280,7 +280,7 @@ class CutOffError(BaseException):
     pass
 
 
-async def test_all_machines_begin_or_none(
+async def test_a_job_starts_on_all_machines_or_on_none(
     one: LaunchClient[GangBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""

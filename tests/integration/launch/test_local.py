@@ -30,7 +30,7 @@ def script(person: Person, text: str) -> None:
     (person.project / "job.py").write_text(text)
 
 
-def test_a_training_comes_back_with_its_record_and_one_that_was_killed_is_resumed_to_its_bits(
+def test_a_launched_training_returns_its_record_and_resumes_bit_for_bit_after_a_kill(
     person: Person,
 ) -> None:
     hides_nothing = person.project / "queue.py"

@@ -125,7 +125,7 @@ def test_where_groupwise_is_installed_the_first_cell_installs_nothing(
     assert cell.asked == []
 
 
-def test_packages_that_must_fit_torch_are_updated_with_it_and_a_loaded_numpy_asks_for_a_restart(
+def test_packages_tied_to_torch_are_updated_and_a_loaded_numpy_needs_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT / "notebooks")

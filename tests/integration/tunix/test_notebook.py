@@ -59,7 +59,7 @@ def test_the_same_cells_train_gemma_on_jax(tmp_path: Path, steps: int, layers: i
 
 
 @SOAK
-def test_an_interrupted_training_continues_in_another_kernel_and_a_killed_worker_costs_no_more(
+def test_an_interrupted_training_continues_in_another_kernel_also_after_a_killed_worker(
     tmp_path: Path,
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

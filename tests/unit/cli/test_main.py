@@ -235,7 +235,7 @@ def test_a_failure_is_a_message_without_traceback(
     assert json.loads(shown.out) == {"error": told}
 
 
-def test_a_bug_shows_its_traceback_and_want_of_memory_is_none(
+def test_a_bug_shows_its_traceback_and_lack_of_memory_does_not(
     rl: Verb, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"

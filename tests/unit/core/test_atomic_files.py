@@ -148,7 +148,7 @@ class TestFolders:
         assert names(tmp_path) == ["done"]
 
     @pytest.mark.parametrize(("moment", "there"), [("before", False), ("after", True)])
-    def test_are_there_or_not(
+    def test_a_folder_is_published_as_a_whole_or_not_at_all(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, there: bool
     ) -> None:
         building = self.build(tmp_path)

@@ -241,7 +241,7 @@ async def test_odd_files_and_numbers_take_no_page_down(run: Path, content: str) 
     assert (by_name["numbers"], by_name["none"][1]) == (("", False), True)
 
 
-async def test_names_are_looked_for_in_reason_and_only_where_they_may_be(run: Path) -> None:
+async def test_names_of_evaluations_are_resolved_only_within_runs(run: Path) -> None:
     (run / "results").mkdir()
     (run / "results" / "x.json").write_text("{}")
     write_run(run.parent / "one:b", 1)

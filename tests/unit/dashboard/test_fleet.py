@@ -258,7 +258,7 @@ async def test_no_other_site_changes_anything(
     assert local.show("waiting-1")["status"] == "queued"
 
 
-async def test_only_those_may_act_who_were_allowed_to_and_events_say_who_it_was(
+async def test_actions_need_a_role_and_events_name_the_actor(
     local: LocalFleet, tmp_path: Path
 ) -> None:
     keys = {role: new_key(role) for role in (Role.READ, Role.ACT, Role.ADMIN)}

@@ -55,7 +55,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
         yield found
 
 
-async def test_the_page_offers_them_and_tells_each(client: httpx2.AsyncClient) -> None:
+async def test_the_page_shows_the_ratio_of_each_token(client: httpx2.AsyncClient) -> None:
     answer: dict[str, Any] = (await client.get("/runs/one/rollouts/1?format=json")).json()
     assert answer["without_ratios"] is None
     drawn, read = answer["segments"]

@@ -63,7 +63,7 @@ def test_a_damaged_file_costs_the_choices_at_most(tmp_path):
     assert found[0] == without(whole)
 
 
-def test_a_checkpoint_brings_back_what_it_had(tmp_path):
+def test_a_checkpoint_restores_its_routed_experts(tmp_path):
     run, checkpoint = tmp_path / "run", tmp_path / "checkpoint"
     for folder in (run, checkpoint):
         folder.mkdir()

@@ -276,7 +276,9 @@ class TestSteps:
         assert store.metrics(["missing"]) == {}
         assert store.step_metrics(1) == {"loss": -1.0, "reward": 0.1, "time/step": 4.0}
 
-    def test_numbers_that_are_none_are_counted_and_hide_nothing(self, store: Store) -> None:
+    def test_values_that_are_not_finite_are_counted_and_left_out_of_curves(
+        self, store: Store
+    ) -> None:
         values = [1.0, float("nan"), 3.0, float("inf"), float("-inf"), float("nan")]
         for number, value in enumerate(values):
             store.commit_step(step(number), [], {"a": value, "b": 10.0 * number})
@@ -360,7 +362,7 @@ class TestRewind:
 
 class TestCrash:
     @pytest.mark.parametrize(("moment", "steps"), [("before", 2), ("after", 3)])
-    def test_a_step_is_there_or_not(
+    def test_a_step_is_committed_as_a_whole_or_not_at_all(
         self, tmp_path: Path, moment: str, steps: int, die_at: DieAt
     ) -> None:
         path = tmp_path / "run.db"

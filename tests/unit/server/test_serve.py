@@ -97,7 +97,7 @@ def server(folder: Path, *more: str, **settings: str) -> Generator[Process]:
         popen.stderr.close()
 
 
-def test_while_it_ends_it_is_not_ready_and_takes_no_work_and_the_second_signal_ends_it_at_once(
+def test_a_server_that_shuts_down_takes_no_work_and_a_second_signal_ends_it_at_once(
     tmp_path: Path,
 ) -> None:
     with server(tmp_path, "slow") as process, httpx2.Client(base_url=process.address) as client:

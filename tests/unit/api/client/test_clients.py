@@ -140,7 +140,7 @@ def lost() -> Exception:
     return httpx2.ReadError("the connection is gone")
 
 
-def test_patience_ends_and_a_server_that_does_not_answer_is_reported_once_and_once_when_it_does(
+def test_a_silent_server_is_reported_once_and_given_up_after_the_retry_time(
     ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask(Server(refusal("too_busy"), GROUP), "completions", "p")

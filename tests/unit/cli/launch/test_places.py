@@ -13,7 +13,7 @@ from groupwise.jobs.launch.places import JobBackend, reach
     ("ray", "groupwise-launch"), ("ray:/scratch/me", "/scratch/me/groupwise-launch"),
     ("ray:,http://10.0.0.2:8265", "groupwise-launch"), ("ray:/scratch/me,https://head/ray", "/scratch/me/groupwise-launch"),
 ])  # fmt: skip
-def test_a_place_is_found_by_the_word_that_it_has(word: str, root: str) -> None:
+def test_a_place_is_found_by_its_text(word: str, root: str) -> None:
     place = LaunchedJob(name="j", at=word).note().place
     assert str(place) == word
     assert place.is_here

@@ -16,7 +16,7 @@ def test_leaves_carry_path_kind_and_class() -> None:
     assert ("engine", "") not in found
 
 
-def test_a_table_tells_every_key() -> None:
+def test_the_table_of_a_config_has_every_key() -> None:
     lines = list(key_rows(Root).values())
     told = r"| `rate` | a number (above 0, at most 1) | `1e-05` | Step size \| peak. | free |"
     assert told in lines

@@ -86,7 +86,7 @@ def test_an_answer_requested_before_a_change_is_not_served_after_it(
     assert kept.get() == "after"
 
 
-def test_a_look_of_before_a_change_is_not_kept() -> None:
+def test_a_value_computed_before_a_change_is_dropped() -> None:
     slow = Slow()
     ticking = BackgroundValue(slow, lambda: 1.0)
     assert ticking.latest(0.01) is None

@@ -184,7 +184,7 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
         peer._call_first_rank(["127.0.0.1", "1"], 1)
 
 
-def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
+def test_a_stranger_that_sends_slowly_is_disconnected_after_the_timeout(
     monkeypatch: Any, pair: Pair
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.3)

@@ -23,7 +23,7 @@ def root(large: bytes, threads: int) -> str:
     return tree_hash(((name, memoryview(each)) for name, each in contents.items()), threads)
 
 
-def test_the_root_is_over_names_and_pieces_in_their_order():
+def test_the_fingerprint_covers_names_and_pieces_in_order():
     pieces = [LARGE[start : start + 8] for start in range(0, 200, 8)]
     hashes = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
     wanted = b"a|u8|(5,)|" + hashlib.sha256(SMALL).digest() + b"b|u8|(200,)|" + hashes

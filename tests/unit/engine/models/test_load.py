@@ -58,7 +58,7 @@ def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
     assert found.arguments() == {"revision": "v1", "local_files_only": True}, "no waiting offline"
 
 
-def test_a_folder_is_taken_as_it_is(folder, monkeypatch):
+def test_a_model_folder_is_used_in_place(folder, monkeypatch):
     assert resolve(named(folder)).location == str(folder)
     monkeypatch.setenv("HOME", str(folder.parent))
     assert resolve(named("~/model")).location == str(folder)

@@ -122,5 +122,5 @@ def test_the_key_is_read_whatever_else_is_on_the_console(console: str) -> None:
     "", LINE[:-1], f"{KEY} somebody@else", LINE.replace("KQAN", "abcd"),
     f"{LINE[:60]}systemd{LINE[60:]}", f"{LINE[:60]}systemd{LINE[67:]}",
 ])  # fmt: skip
-def test_a_key_that_is_not_whole_is_none(console: str) -> None:
+def test_an_incomplete_host_key_is_ignored(console: str) -> None:
     assert host_key_in(console) is None

@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in named.items() if not name.startswith(INCOMING)}
 
 
-def test_a_folder_is_of_one_job_and_of_one_who_fetches_and_takes_files(tmp_path: Path) -> None:
+def test_a_results_folder_belongs_to_one_job_and_one_process(tmp_path: Path) -> None:
     folder, file = tmp_path / "folder", tmp_path / "file"
     with results_folder(folder, JOB) as results:
         fetch_files(results, checkpoints(2), ended=True)

@@ -95,7 +95,7 @@ class _Nothing:
         raise AssertionError("nothing is to be read")
 
 
-def test_ended_by_the_desk_it_is_over(home: str) -> None:
+def test_a_job_ended_by_the_coordinator_is_over(home: str) -> None:
     ask(home, "take", 1, "a")
     ask(home, "end", "because")
     assert ask(home, "take", 1, "a") is None

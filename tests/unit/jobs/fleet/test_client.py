@@ -482,7 +482,7 @@ def test_a_key_of_a_project_sees_no_other(url: str, fleet: FleetClient) -> None:
         assert red.status()["jobs"]["queued"] == 1
 
 
-def test_a_key_that_is_revoked_or_too_old_is_none(
+def test_a_revoked_or_expired_key_is_refused(
     url: str, fleet: FleetClient, database: Database
 ) -> None:
     made = fleet.make_key("read", note="for a test")

@@ -98,7 +98,7 @@ def fleet(database: Database) -> Fleet:
     return Fleet(database)
 
 
-async def test_a_pause_that_was_counted_by_a_clock_of_before_ends(fleet: Fleet):
+async def test_a_pause_from_before_a_clock_change_is_shortened(fleet: Fleet):
     for status in ("queued", "pending", "held"):
         fleet.job(status, status, not_before=fleet.now + 3600)
     fleet.job("over", "failed", not_before=fleet.now + 3600)

@@ -86,7 +86,7 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("why", NO_ANSWERS)
-def test_an_answer_that_was_changed_or_never_ends_is_none(why: str) -> None:
+def test_a_changed_or_endless_answer_is_refused(why: str) -> None:
     with pytest.raises(BadAnswer, match=why):
         read(NO_ANSWERS[why])
 
@@ -96,7 +96,7 @@ def test_an_answer_that_was_changed_or_never_ends_is_none(why: str) -> None:
     [b"[]", b'{"a": NaN}', b'{"a": 1e400}', b"{", b"\xff\xfe", b'"ok"', b"[" * 2000],
     ids=len,
 )
-def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
+def test_an_answer_that_is_not_an_object_is_refused(document: bytes) -> None:
     with pytest.raises(BadAnswer):
         read(announced(document))
 

@@ -186,7 +186,7 @@ def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> 
     assert "watch+1: 'nothing'" in said
 
 
-def test_launch_again_tells_the_state_and_starts_nothing(either: Machine) -> None:
+def test_a_repeated_launch_returns_the_state_and_starts_nothing(either: Machine) -> None:
     assert either.status()["state"] == "absent"
     for _ in range(2):
         assert either.ask("void", job="job", epoch=1)["state"] == "voided"

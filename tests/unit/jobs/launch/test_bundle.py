@@ -59,7 +59,7 @@ def test_names_are_taken_as_they_are(project: Path) -> None:
     assert set(bundle(project / "pack").files) == {"inner.py"}, "a project of its own"
 
 
-def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_written_travels(
+def test_credentials_in_git_are_not_packed_but_their_examples_are(
     project: Path,
 ) -> None:
     names = {

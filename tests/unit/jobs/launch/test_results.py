@@ -34,7 +34,7 @@ def test_whether_all_is_here(
     assert is_all_of(tmp_path, handle) is all_here
 
 
-def test_a_summary_that_came_back_broken_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_summary_is_reported(tmp_path: Path) -> None:
     for said in (b"{", b"\xff", b"[]", b"[" * 200_000, b'{"a":' * 700 + b"1" + b"}" * 700):
         (tmp_path / "summary.json").write_bytes(said)
         document = result(HANDLE, "local", FAILED, FetchedResults(tmp_path, ("run.db",), 0, {}))

@@ -32,7 +32,7 @@ def test_values_and_errors_of_ours_come_back_as_they_are_and_others_are_explaine
         assert kind is OutOfMemoryError or "by zero" in str(crossed(error))
 
 
-def test_a_disk_that_was_full_there_is_said_to_be_here():
+def test_a_full_disk_of_the_engine_is_reported_as_such():
     refusal = refusal_of(crossed(OSError(28, "No space left on device")), "engine_failed")
     assert (refusal.code, refusal.retry_after) == ("disk_full", DISK_FULL_RETRY_SECONDS)
     assert refusal_of(crossed(OSError(13, "no")), "engine_failed").code == "engine_failed"

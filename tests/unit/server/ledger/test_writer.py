@@ -137,7 +137,7 @@ async def test_a_full_disk_fails_and_writing_continues_with_room_again(tmp_path)
             assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == len(stand) + 1
 
 
-async def test_many_callers_share_a_commit_and_who_fails_is_undone_alone(opened, points):
+async def test_callers_share_a_commit_and_only_the_failed_one_is_rolled_back(opened, points):
     calls = [(count, "r", f"c{number}") for number in range(40)]
     *results, failed = await together(
         opened, *calls, (add_event, "r", "told", {}), (nothing,), (fails,)
@@ -152,7 +152,7 @@ async def test_many_callers_share_a_commit_and_who_fails_is_undone_alone(opened,
     assert len(points) == 2, "what changes nothing is not committed"
 
 
-async def test_a_caller_hears_of_what_is_on_the_disk(opened, monkeypatch):
+async def test_a_caller_gets_its_answer_after_the_commit(opened, monkeypatch):
     waiting, go = threading.Event(), threading.Event()
 
     def hold(name: str) -> None:

@@ -316,7 +316,7 @@ async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path
         assert code(await ask.http.delete(f"/parts/{'c' * 16}")) == "unknown_parts"
 
 
-async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_turn(
+async def test_all_waiting_calls_fail_when_the_engine_ends(
     tmp_path: Path,
 ) -> None:
     runs = NoRuns()

@@ -135,7 +135,9 @@ def test_duplicates_are_recognised_by_the_prompt_as_it_is_in_the_end() -> None:
 
 
 @given(st.lists(st.sampled_from([SYSTEM, USER, ASSISTANT, TOOL]), max_size=6))
-def test_a_chat_ends_with_who_is_answered_or_is_left_out(messages: list[dict[str, Any]]) -> None:
+def test_a_chat_ends_with_a_user_or_tool_message_or_is_left_out(
+    messages: list[dict[str, Any]],
+) -> None:
     rows = prompts(messages, [USER], system_prompt="Think.", prefill="drop")
     assert len(rows) + sum(rows.account.left_out.values()) == 2
     for row in rows:

@@ -38,7 +38,7 @@ def test_other_expressions_are_no_small_formulas(text: str) -> None:
     assert not is_small_formula(text, FUNCTIONS)
 
 
-def test_letters_and_functions_only_where_they_may_be() -> None:
+def test_formulas_have_letters_and_functions_only_if_allowed() -> None:
     assert is_small_formula("(1 + 2)*3", (), letters=False)
     assert not is_small_formula("x", (), letters=False)
     assert not is_small_formula("exp(1)", FUNCTIONS, letters=False)

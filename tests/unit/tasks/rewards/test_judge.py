@@ -220,7 +220,7 @@ def test_an_answer_that_is_mended_counts(ask):
 
 
 @pytest.mark.parametrize("gap", [{}, {0: 11}, {0: None}])
-def test_a_group_with_a_gap_fails_who_is_in_the_gap(ask, gap):
+def test_members_without_a_score_fail_and_the_rest_of_the_group_does_not(ask, gap):
     def write(text, seed):
         mark, names = FORM.search(text).group(1), re.findall(r'"(\w{8})": <', text)
         scores = dict.fromkeys(names[1:], 5) | {names[at]: score for at, score in gap.items()}

@@ -63,7 +63,7 @@ def constant(value, name="f"):
 # 1. arguments
 
 
-def test_columns_and_what_else_there_is_reach_those_who_name_them():
+def test_reward_functions_receive_the_columns_and_arguments_they_name():
     seen = {}
 
     def everything(prompts, completions, **kwargs):

@@ -82,7 +82,7 @@ def test_steps_that_are_drawn_again_are_written_again(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"\x00\x00\n", b"[1]\n", b'{"reward": 1}\n', b'{"step": 0}\n'])
-def test_from_a_line_that_is_none_on_all_is_written_again(tmp_path, line):
+def test_lines_after_an_invalid_one_are_written_again(tmp_path, line):
     three_lines(tmp_path)
     file = tmp_path / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)

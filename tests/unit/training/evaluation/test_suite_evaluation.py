@@ -158,7 +158,7 @@ def test_a_server_that_is_of_no_use_is_ended(here, words, model, told):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_everything_ends_with_who_began_it(here, number):
+def test_the_served_process_ends_with_the_command(here, number):
     folder = adapter(here / "mine")
     serving = shlex.join((*SERVER, "{policy}", "{port}"))
     command = ["eval", "--suite", "aime24", "--policy", str(folder), "--serve", serving]

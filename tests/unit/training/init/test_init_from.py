@@ -288,9 +288,7 @@ trainer.train()
 """
 
 
-def test_rewards_and_row_functions_of_a_script_that_trains_are_copied_into_a_module_that_does_not() -> (
-    None
-):
+def test_rewards_and_row_functions_of_a_training_script_are_copied_into_a_module() -> None:
     config, report = made("a.py", MAPPED)
     pipeline = "a-groupwise.py:process_row"
     assert config["data"] == {
@@ -327,7 +325,7 @@ def test_a_script_keeps_its_own_function_of_the_name_that_the_copied_one_would_h
     ("level", "limit"), ("remove_columns=", "batched=True, remove_columns="), ("rows.map", "rows.cast(x).map"),
     ("number(x", "split(x"),
 ])  # fmt: skip
-def test_a_change_that_is_none_of_a_row_alone_is_reported_and_not_copied(
+def test_a_map_function_that_needs_more_than_its_row_is_reported_and_not_copied(
     before: str, after: str
 ) -> None:
     """The first stays as it is, for the comparison."""

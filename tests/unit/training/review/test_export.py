@@ -64,7 +64,7 @@ def test_a_checkpoint_that_its_run_prunes_meanwhile_is_named(read, runs, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_is_handed_out_as_it_is(runs, tmp_path):
+def test_an_adapter_is_exported_unchanged(runs, tmp_path):
     made = export("toy", "adapter", tmp_path / "out", runs_dir=runs)
     final = runs / "toy/final"
     assert names(tmp_path / "out") == names(final) == set(made.files)

@@ -188,7 +188,7 @@ def test_only_the_needed_sections_of_a_config_are_sent() -> None:
     assert sections("supervised", config) == {**told, "run": run}
 
 
-def test_the_owner_is_the_run_and_not_whoever_holds_it(tmp_path: Path) -> None:
+def test_the_owner_of_parts_is_derived_from_the_run(tmp_path: Path) -> None:
     def owner(folder: Path, run: str = "r", kind: Any = "training") -> str:
         return owner_of(
             RemotePartsSpec(kind, {"run": {"dir": str(folder)}}, run, tmp_path, None, "base")

@@ -47,7 +47,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
     return made
 
 
-def test_without_one_it_is_said_how_to_make_it(
+def test_a_missing_environment_is_reported_with_the_command_that_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for machine, kind in (("tpu", "tpu"), ("gpu", "cuda"), ("cpu", "cpu")):

@@ -234,7 +234,7 @@ def test_a_stop_text_may_end_with_the_last_token_of_the_least_length():
     assert read(answer((2, 1, 3, 4, 2)), params).token_ids == (2, 1, 3, 4, 2)
 
 
-def test_a_stop_text_that_the_server_found_alone_is_believed_by_its_name():
+def test_a_stop_text_found_only_by_the_server_is_accepted_by_its_stop_reason():
     params = SamplingParams(9, stop=("§",))
     given = answer((3, 4), finish_reason="stop", stop_reason="§")
     assert read(given, params).finish_reason == "stop"

@@ -42,6 +42,6 @@ def test_the_likely_cause_is_named_also_within_the_tolerance(lacking, told):
         check_answers(noisy(other, 0.005), {lacking: other})
 
 
-def test_numbers_that_are_none_never_pass():
+def test_log_probabilities_of_nan_never_pass():
     with pytest.raises(PolicyMismatchError):
         check_logprobs("http://s/v1", "name", [float("nan")], [0.0], {}, 0.1)

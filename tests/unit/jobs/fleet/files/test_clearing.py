@@ -158,7 +158,7 @@ def test_a_job_that_was_submitted_again_under_its_id_keeps_its_files(disk: Disk)
     assert {"unknown", "not an id", "one"} <= disk.left()
 
 
-def test_a_database_that_never_had_a_job_is_not_believed(disk: Disk) -> None:
+def test_no_blob_is_collected_while_the_database_has_never_had_a_job(disk: Disk) -> None:
     blob = disk.blob(b"somebody's")
     assert disk.clear() == 0
     assert blob in disk.store

@@ -150,7 +150,7 @@ def test_a_secret_that_the_operator_has_not_named_is_refused(database: Database)
     assert made.status == "failed"
 
 
-def test_a_command_heeds_no_column_of_training_and_takes_none(database: Database) -> None:
+def test_columns_of_training_are_refused_for_a_command(database: Database) -> None:
     given: dict[str, Any] = {
         "model": "m",
         "dataset": "d",

@@ -99,7 +99,7 @@ def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database
     assert claimed_ids(database) == ["one"]
 
 
-def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
+def test_a_quota_does_not_count_ended_jobs_on_an_unreachable_machine(
     database: Database,
 ) -> None:
     """Nobody knows when that machine comes back, and its GPU stays reserved as long; what still runs there counts."""

@@ -72,7 +72,7 @@ def test_contradictory_gpu_requests_are_refused(asked: dict[str, Any], told: str
         parse(**asked)
 
 
-def test_the_shape_tells_needs_and_projects_apart_and_nothing_else() -> None:
+def test_the_shape_depends_on_needs_and_project_alone() -> None:
     one = parse(gpus="1", labels=["a=1", "b=2"])
     same = parse(gpus="1", labels=["b=2", "a=1"])
     assert one.shape("p") == same.shape("p")

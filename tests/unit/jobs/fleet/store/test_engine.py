@@ -43,7 +43,7 @@ def test_unsupported_database_urls_are_refused_without_their_password(
     assert raised.value.__cause__ is None
 
 
-def test_the_password_is_in_no_words_of_a_database() -> None:
+def test_the_password_does_not_appear_in_texts_of_a_database() -> None:
     database = connect(f"postgresql://ada:{SECRET}@127.0.0.1:1/fleet")
     try:
         assert SECRET not in repr(database) + repr(database.engine) + database.name

@@ -208,7 +208,7 @@ def test_every_process_makes_the_same_triggers(monkeypatch: pytest.MonkeyPatch) 
                     assert list(triggers.statements(dialect)) == statements, (table.name, of)
 
 
-def test_a_database_of_before_is_brought_up_to_date_with_what_is_in_it(empty: Database) -> None:
+def test_an_older_database_is_migrated_with_its_rows(empty: Database) -> None:
     migrate(empty)
     before = objects(empty)
     with empty.engine.begin() as connection:
