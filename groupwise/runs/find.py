@@ -232,7 +232,8 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
             return Address(path.resolve(), None)
         if _is_checkpoint_folder(path):
             path = path.resolve()
-            return Address(path.parent.parent, checkpoints.read(path))
+            with checkpoints.reading(path):
+                return Address(path.parent.parent, checkpoints.read(path))
     return None
 
 
