@@ -266,7 +266,8 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
             return Address(path.resolve(), None)
         if _is_checkpoint_folder(path):
             path = path.resolve()
-            return Address(path.parent.parent, checkpoints.read(path))
+            with checkpoints.reading(path):
+                return Address(path.parent.parent, checkpoints.read(path))
     for path in (Path(reference), runs_dir.parent / CHECKPOINTS / reference):
         if reference and _is_accessible(path) and (path / SAVED).is_file():
             run = run_around(path)

@@ -210,3 +210,13 @@ def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(
     """One whose start fails removes its folder."""
     right_after(monkeypatch, find, "run_folders", lambda: shutil.rmtree(runs / "math"))
     assert [info.name for info in list_runs(runs)] == ["sort"]
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_resolved_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = find.checkpoints.newest(runs / "sort" / "checkpoints")
+    assert found is not None
+    right_after(monkeypatch, find, "_is_checkpoint_folder", lambda: shutil.rmtree(found.path))
+    with pytest.raises(RunNotFoundError, match=f"{found.path.name} was deleted"):
+        resolve(str(found.path))
