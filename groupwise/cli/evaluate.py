@@ -139,7 +139,7 @@ def evaluate(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
         )
     source: Path | dict[str, Any] = {} if config is None else config
-    options = {**common, "overrides": tuple(overrides or ())}
+    options: dict[str, Any] = {**common, "overrides": tuple(overrides or ())}
     task = (source, task_module, policy or ["base"])
     if dry_run:
         from groupwise.cli.output import collect_seldom

@@ -58,10 +58,12 @@ class BuildLog:
         else:
             if STAGE.match(line):
                 self._of_pip.clear()
+            self._ticker.clear()  # what pip did is over
             self._ticker.note(self._label + line)
 
     def show_failure(self) -> None:
         """Show what pip wrote last in the stage that failed, and the file with the whole log."""
+        self._ticker.clear()
         for line in self._of_pip:
             self._ticker.note(self._label + line)
         if self._of_pip:

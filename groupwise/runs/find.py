@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
@@ -220,7 +220,8 @@ def _saved_facts(folder: Path) -> dict[str, Any] | None:
         facts = json.loads((folder / SAVED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return facts if isinstance(facts, dict) and {"run", "step"} <= facts.keys() else None
+    known = cast("dict[str, Any]", facts) if isinstance(facts, dict) else {}
+    return known if {"run", "step"} <= known.keys() else None
 
 
 def newest_weights(run: Path) -> Path | None:

@@ -644,7 +644,9 @@ class _Reader:
             # By their variables, what is done to the rows is done once. A variable that does not stand at the top is its expression.
             by_name = {name: self.variables.get(name, text) for name, text in written.items()}
             for returned in (by_name, written):
-                hooks = dict(zip((ROWS, HELD_OUT_ROWS), returned.values(), strict=False))
+                hooks: dict[str, str] = dict(
+                    zip((ROWS, HELD_OUT_ROWS), returned.values(), strict=False)
+                )
                 copied = copied or copy_functions(source, own, hooks=hooks)
             for name in ("train_dataset", "eval_dataset") if copied else ():
                 settings.pop(name, None)
