@@ -210,9 +210,11 @@ def run(meeting: Rendezvous, processes: str, command: Sequence[str]) -> int:
     """Start the command by torchrun, and wait until it has ended on this machine. Returns its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args
+    from torch.distributed.run import get_args_parser, parse_args
     from torch.distributed.run import run as torchrun
 
+    # torch 2.11 has no such option, and kills after 30 seconds what has not ended.
+    has_timeout = "--shutdown-timeout" in get_args_parser().format_help()
     options = [
         f"--nnodes={meeting.count}",
         f"--node-rank={meeting.rank}",
@@ -221,7 +223,7 @@ def run(meeting: Rendezvous, processes: str, command: Sequence[str]) -> int:
         f"--master-port={meeting.port}",
         f"--rdzv-id={meeting.name}",
         f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT}",
-        f"--shutdown-timeout={SAVE_SECONDS}",
+        *([f"--shutdown-timeout={SAVE_SECONDS}"] if has_timeout else []),
         "--no-python",
         *command,
     ]
