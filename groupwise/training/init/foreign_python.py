@@ -641,7 +641,7 @@ class _Reader:
             written = {"train_dataset": rows.written}
             if isinstance(held_out, Unread):
                 written["eval_dataset"] = held_out.written
-            # By their variables, what is done to the rows is done once. A variable that does not stand at the top is its expression.
+            # By their variables, what is done to the rows is done once. If one cannot be copied, its expression is.
             by_name = {name: self.variables.get(name, text) for name, text in written.items()}
             for returned in (by_name, written):
                 hooks: dict[str, str] = dict(
