@@ -143,9 +143,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
     """All runs in a folder, oldest first; unreadable folders come last, with the reason."""
     infos = [run_info(path) for path in run_folders(runs_dir)]
-    infos = [
-        info for info in infos if info.broken is None or info.path.is_dir()
-    ]  # not if just removed
+    infos = [info for info in infos if info.broken is None or info.path.is_dir()]  # else removed
     return sorted(infos, key=lambda info: (info.broken is not None, info.started or 0.0, info.name))
 
 

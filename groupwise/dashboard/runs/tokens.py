@@ -87,9 +87,8 @@ def tokenizer_of(run: Path) -> TokenReader:
         run / FINAL / FILE,
         *sorted(run.glob(f"hub/*/*/files/{FILE}")),
     ):
-        with suppress(
-            OSError
-        ):  # there is none; or an upload to the hub has ended, and left the queue
+        # A file may be missing: an upload to the hub that has ended removes its copy.
+        with suppress(OSError):
             if (reader := _reader_of(str(file), file.stat().st_mtime_ns)) is not None:
                 return reader
     with suppress(GroupwiseError, KeyError, TypeError):
