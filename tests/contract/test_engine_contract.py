@@ -318,7 +318,7 @@ async def test_a_step(host: Host):
     after = await engine.sample(GroupSampleRequest(7, "sort these"))
     assert (after.step, after.version, after.fingerprint) == (1, 1, done.policy.fingerprint)
     for wrong in (0, 2):
-        with pytest.raises(GroupwiseError, match=f"step {wrong}.*1 steps"):
+        with pytest.raises(GroupwiseError, match=f"step {wrong + 1},.*1 steps"):
             await engine.step(replace(order, step=wrong))
     idle = await engine.step(await plan(engine, 1, reward=lambda member: 1.0))
     assert (idle.record.step, idle.record.version_out) == (1, 1)

