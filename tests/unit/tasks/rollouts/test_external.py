@@ -181,7 +181,8 @@ async def test_a_group_is_scored_together_if_the_environment_says_so():
     assert "the judge is asleep" in str(unscored[0].reason)
 
 
-async def test_a_process_that_hangs_is_killed_and_its_others_are_played_again():
+async def test_a_process_that_hangs_is_killed_and_its_others_are_played_again(monkeypatch):
+    monkeypatch.setattr("groupwise.tasks.rollouts.external.CANCEL_SECONDS", 0.5)
     async with playing(replace(LIMITS, max_seconds=1.0)) as play:
         (bad,) = await play("hangs")
         (after,) = await play("play")
