@@ -186,7 +186,7 @@ class Bench:
         activities = [ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as found:
+        with profile(activities=activities, acc_events=True) as found:
             compute()
             self.wait()
         order = f"self_{self.device}_time_total"

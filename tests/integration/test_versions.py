@@ -107,4 +107,4 @@ def test_a_user_and_our_tests_succeed_with_the(resolution: str, folder: Path) ->
     print(call(UV, "pip", "freeze"))
     marked = " and ".join(f"not {stage}" for stage in SLOW_STAGES)
     spread = ("-n", os.environ.get("WORKERS", "2"), "--dist", "loadfile")
-    call(venv / "bin/python", "-m", "pytest", "-q", *spread, "-m", marked, cwd=ROOT)
+    call(venv / "bin/python", "-m", "pytest", "-q", "-rf", *spread, "-m", marked, cwd=ROOT)

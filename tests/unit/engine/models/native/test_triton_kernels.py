@@ -25,6 +25,10 @@ TRITON = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("triton")
 
 def interpret(packages: Path) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    # A torch for GPUs has imported Triton already. Its compiled part cannot be imported twice.
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
     sys.path.insert(0, str(packages))
     warnings.simplefilter("default")
     interpreter: Any = import_module("triton.runtime.interpreter")
