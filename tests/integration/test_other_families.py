@@ -100,7 +100,7 @@ def test_it_learns_what_it_sampled(tmp_path, case):
     # these multiply a few tokens' rounding by up to a thousand.
     ratios = sorted(map(abs, ratios_of(tmp_path / "runs/toy")))
     assert ratios[len(ratios) // 2] < 2e-6
-    assert ratios[-1] < 5e-4
+    assert ratios[-1] < 1e-3
 
 
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 64, **EXPERTS}, None], ids=["adapter", "full"])
