@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,8 +58,6 @@ class AccessControl:
         self._count = count
         self._form_token = secrets.token_hex(32)
         self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
-        self._lock = threading.Lock()
-        """Keys are tried in threads, and the buckets are for one at a time."""
         self._signed_out: dict[str, None] = {}
 
     @property
@@ -86,9 +83,7 @@ class AccessControl:
 
     def admit(self, key: str, address: str) -> str | None:
         """A cookie for this key; None if the key is unknown. Raises `rate_limited`."""
-        with self._lock:
-            seconds = self._attempts.take(address)
-        if seconds:
+        if seconds := self._attempts.take(address):
             raise Refusal("rate_limited", retry_after=seconds)
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
         if caller is None or self._keys is None:

@@ -191,7 +191,7 @@ def final_step(path: Path) -> int:
 def run_around(weights: Path) -> Path | None:
     """The run that a folder with weights belongs to, if it is its `final/` or one of its checkpoints; else None."""
     folder = weights.resolve()
-    if (saved := _saved_facts(folder)) is not None:
+    if (saved := saved_facts(folder)) is not None:
         run = folder.parent.parent / "runs" / str(saved["run"])
         return run if (run / RECORD).is_file() else None
     if folder.name == FINAL and (folder.parent / RECORD).is_file():
@@ -202,7 +202,7 @@ def run_around(weights: Path) -> Path | None:
 def saved_by_name(run: Path) -> dict[str, int]:
     """Checkpoints of a run of the training server that clients saved by name, with their number of steps."""
     files = sorted(run.resolve().parent.parent.glob(f"{CHECKPOINTS}/[!.]*/{SAVED}"))
-    found = {file.parent.name: _saved_facts(file.parent) for file in files}
+    found = {file.parent.name: saved_facts(file.parent) for file in files}
     return {
         name: int(facts["step"])
         for name, facts in found.items()
@@ -210,8 +210,8 @@ def saved_by_name(run: Path) -> dict[str, int]:
     }
 
 
-def _saved_facts(folder: Path) -> dict[str, Any] | None:
-    """What is known of a checkpoint that was saved by name; None if the folder is none, or is being deleted."""
+def saved_facts(folder: Path) -> dict[str, Any] | None:
+    """What `saved.json` says of a checkpoint that was saved by name; None if the folder is not one, or is being deleted."""
     if folder.parent.name != CHECKPOINTS:
         return None
     try:
@@ -233,7 +233,7 @@ def newest_weights(run: Path) -> Path | None:
 def label_of(run: Path, weights: Path) -> str:
     """`run@step` of a run's `final/` or of one of its checkpoints."""
     folder = weights.resolve()
-    if (saved := _saved_facts(folder)) is not None:
+    if (saved := saved_facts(folder)) is not None:
         return f"{run.name}@{saved['step']}"
     step = final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
     return f"{run.name}@{step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Limits:
 
 
 class TokenBuckets:
-    """A token bucket for each key: `burst` requests at once, refilled by `per_second`."""
+    """A token bucket for each key: `burst` requests at once, refilled by `per_second`. Threads may share it."""
 
     def __init__(
         self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
@@ -43,22 +44,22 @@ class TokenBuckets:
         self._per_second = per_second
         self._burst = burst
         self._clock = clock
+        self._lock = threading.Lock()
         self._tokens: dict[str, tuple[float, float]] = {}
         """Key id -> requests left, and the time of that count; ordered by last use. Keys whose bucket is full again are removed."""
 
     def take(self, key_id: str) -> float:
         """Take one request from the bucket; returns 0, or the seconds until one is available."""
-        now = self._clock()
-        full_since = now - self._burst / self._per_second
-        while (oldest_key := next(iter(self._tokens), None)) and self._tokens[oldest_key][
-            1
-        ] <= full_since:
-            del self._tokens[oldest_key]
-        tokens, updated_at = self._tokens.pop(key_id, (float(self._burst), now))
-        tokens = min(tokens + (now - updated_at) * self._per_second, float(self._burst))
-        has_token = tokens >= 1
-        self._tokens[key_id] = (tokens - 1 if has_token else tokens, now)
-        return 0.0 if has_token else (1 - tokens) / self._per_second
+        with self._lock:
+            now = self._clock()
+            full_since = now - self._burst / self._per_second
+            while (oldest := next(iter(self._tokens.items()), None)) and oldest[1][1] <= full_since:
+                del self._tokens[oldest[0]]
+            tokens, updated_at = self._tokens.pop(key_id, (float(self._burst), now))
+            tokens = min(tokens + (now - updated_at) * self._per_second, float(self._burst))
+            has_token = tokens >= 1
+            self._tokens[key_id] = (tokens - 1 if has_token else tokens, now)
+            return 0.0 if has_token else (1 - tokens) / self._per_second
 
 
 @dataclass(slots=True)

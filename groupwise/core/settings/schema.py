@@ -299,7 +299,7 @@ def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
 
 
 def foreign_key(root: type[BaseModel], key: str) -> ForeignKey | None:
-    """What to write in place of another framework's or command's key; None if none is known that uses the name."""
+    """The entry for a key of another framework or command; None if the name is not known."""
     if not issubclass(root, Strict):
         return None
     foreign_names = root.foreign_keys()

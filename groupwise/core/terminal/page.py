@@ -131,17 +131,14 @@ class Page:
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
         plots: list[tuple[str, list[Series]]] = []
-        all_curves = dict(
-            self._curves
-        )  # a note of another thread may be drawn while a step adds curves
-        if reward := all_curves.get("reward"):
+        if reward := self._curves.get("reward"):
             plots.append(("reward", with_mean(EACH, reward)))
-        curves = [(part_of(name), points) for name, points in all_curves.items()]
+        curves = [(part_of(name), points) for name, points in self._curves.items()]
         if parts := [Series(part, tuple(points)) for part, points in curves if part is not None]:
             plots.append(("parts", parts))
         for name, title in _CURVES.items():
-            if name in all_curves and not (name == "loss" and "reward" in all_curves):
-                plots.append((title, with_mean(EACH, all_curves[name])))
+            if name in self._curves and not (name == "loss" and "reward" in self._curves):
+                plots.append((title, with_mean(EACH, self._curves[name])))
         return plots
 
     def _completions_html(self) -> str:

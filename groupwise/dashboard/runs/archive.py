@@ -47,8 +47,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def archive(folder: Path, name: str) -> Generator[bytes]:
-    """The archive in pieces; paths in it start with `name`. RunNotFoundError if a file is removed meanwhile: nobody should take a part
-    of a checkpoint for the whole.
+    """The archive in pieces; paths in it start with `name`. Raises RunNotFoundError if a file is removed meanwhile, so that a part is not
+    taken for the whole.
     """
     pipe = _ArchiveBuffer()
     with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as zip_file:

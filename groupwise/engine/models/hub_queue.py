@@ -47,7 +47,7 @@ class QueuedUpload:
     def drop(self) -> None:
         """Remove the entry."""
         atomic_files.remove_file(self.folder / TARGET)
-        _remove(self.folder)
+        _remove_folder(self.folder)
 
     @property
     def is_there(self) -> bool:
@@ -77,7 +77,7 @@ class Queue:
         valid = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
             if folder not in valid:
-                _remove(folder)
+                _remove_folder(folder)
 
 
 def queue(run: Path, name: str) -> Queue:
@@ -99,8 +99,8 @@ def _read_entries(files: Iterable[Path]) -> list[QueuedUpload]:
     return entries
 
 
-def _remove(folder: Path) -> None:
-    """Remove an entry's folder, unless another process does so at the moment: `runs push` may still upload when the run is resumed."""
+def _remove_folder(folder: Path) -> None:
+    """Remove the folder of an entry. `runs push` and a resumed run may upload the same entry, so it may be gone already."""
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
 

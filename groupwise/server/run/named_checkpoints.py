@@ -18,7 +18,7 @@ from groupwise.api.schemas.training import CheckpointAnswer
 from groupwise.core import atomic_files
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST, Checkpoint
-from groupwise.runs.find import SAVED
+from groupwise.runs.find import SAVED, saved_facts
 from groupwise.runs.folder import CHECKPOINTS
 from groupwise.server.ledger.runs import RunRow
 
@@ -50,7 +50,7 @@ class NamedCheckpoints:
 
     def saved_by_request(self, name: str, caller: Caller) -> CheckpointAnswer | None:
         """The checkpoint of this name, if this same request (by its Idempotency-Key) has made it."""
-        facts = self._read(name)
+        facts = saved_facts(self._root / name)
         if caller.answer_key is None or facts is None:
             return None
         if facts.get("asked") != _request_name(caller):
@@ -82,7 +82,7 @@ class NamedCheckpoints:
         """All named checkpoints, sorted by name; not those that are being written."""
         for file in sorted(self._root.glob(f"[!.]*/{SAVED}")):
             name = file.parent.name
-            if (facts := self._read(name)) is not None:
+            if (facts := saved_facts(self._root / name)) is not None:
                 yield CheckpointAnswer(
                     name=name, run_id=facts["run"], step=facts["step"], address=name
                 )
@@ -94,7 +94,7 @@ class NamedCheckpoints:
     def find(self, name: str) -> StartCheckpoint | None:
         """The named checkpoint; None if it does not exist."""
         folder = self._root / name
-        if folder.parent != self._root or (facts := self._read(name)) is None:
+        if folder.parent != self._root or (facts := saved_facts(self._root / name)) is None:
             return None
         return StartCheckpoint(folder, facts["settings"], facts["run"], facts["step"])
 
@@ -105,13 +105,6 @@ class NamedCheckpoints:
             for checkpoint in self.list_checkpoints()
             if checkpoint.run_id == run
         ]
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        """What `saved.json` says of a named checkpoint; None if there is none, or it is being deleted."""
-        try:
-            return json.loads((self._root / name / SAVED).read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
 
 def _request_name(caller: Caller) -> list[str] | None:

@@ -229,7 +229,7 @@ def remove(name: str) -> None:
                 shutil.rmtree(entry)
             elif entry.name != LOCK:
                 entry.unlink()
-        (folder / LOCK).unlink()  # last: until then nobody else makes this environment
+        (folder / LOCK).unlink()  # last: until then no other process makes this environment
     with suppress(OSError):  # another process makes it again
         folder.rmdir()
 

@@ -194,7 +194,7 @@ class EnvironmentProcess:
                 message = cast("dict[str, Any]", json.loads(line))
                 answer = self._answers.get(message["id"])
                 if answer is None or answer.done():
-                    continue  # the answer to a call that nobody awaits any longer
+                    continue  # the call is no longer awaited
                 if (error := message.get("error")) is not None:
                     answer.set_exception(CallFailed(readable(error["message"])))
                 else:

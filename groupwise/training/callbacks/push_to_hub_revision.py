@@ -67,7 +67,7 @@ class PushToHubRevision(Callback):
         self._warned: set[str] = set()
         """Causes that were already logged as a warning, such as branches that refuse."""
         self._hub_failures: set[str] = set()
-        """Failures of the hub that were already logged as a warning, since the last successful upload; only the thread uses this."""
+        """Causes of failed uploads that were logged as a warning since the last successful one. Only the uploading thread uses them."""
         self._no_answer: str | None = None
         """The hub's error if it did not answer `check`, so it is not known whether the run may write; otherwise None."""
         self._lock = threading.Lock()
@@ -121,6 +121,7 @@ class PushToHubRevision(Callback):
                 entry.drop()
                 self._dropped_steps.append(entry.step)
                 self._warn_once(
+                    self._warned,
                     "given up",
                     f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
                     f"as its checkpoint is there, `groupwise runs export {run.name}@{entry.step} --dir {run.folder.parent} --to adapter "
@@ -189,22 +190,21 @@ class PushToHubRevision(Callback):
                 logger.info("uploaded %s, commit %s", upload.url, upload.commit)
                 self._hub_failures.clear()
             except UsageError as error:
-                self._warn_once(entry.target.revision, str(error))
+                self._warn_once(self._warned, entry.target.revision, str(error))
             except EndpointError as error:
                 # The messages of equal failures may differ by a request id, so the cause is keyed by type and HTTP status.
                 answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
+                    self._hub_failures,
                     f"{type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
                     f"{error} The run goes on; it is tried again at each checkpoint",
-                    self._hub_failures,
                 )
                 return
             finally:
                 self._uploading = None
 
-    def _warn_once(self, cause: str, text: str, warned: set[str] | None = None) -> None:
-        """Log a warning the first time a cause appears, and an info line after that. `warned`: the causes so far."""
-        warned = self._warned if warned is None else warned
+    def _warn_once(self, warned: set[str], cause: str, text: str) -> None:
+        """Log a warning and add the cause to `warned`; if it is there already, log an info line."""
         logger.log(logging.INFO if cause in warned else logging.WARNING, "%s", text)
         warned.add(cause)
 

@@ -163,9 +163,9 @@ class _Reader:
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
-    variables: dict[str, str] = field(default_factory=dict[str, str])
-    """Arguments of the read calls that are variables, with the names of these."""
     """What the file does to the rows of the trainer's dataset."""
+    variables: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of arguments whose value is a variable in the script, with the name of that variable."""
     chosen: Sequence[str] = ()
     """The methods by which it leaves some of them out."""
     unsure: int = 0
@@ -638,15 +638,13 @@ class _Reader:
             rest = replace(settings.pop("train_dataset"), written=chosen, remedy=CHOICE_REMEDY)
             settings |= {"train_dataset": rest} if self.chosen else {}
         elif isinstance(rows, Unread) and rows.remedy == TASK_REMEDY:
-            written = {"train_dataset": rows.written}
+            written = {ROWS: rows.written}
             if isinstance(held_out, Unread):
-                written["eval_dataset"] = held_out.written
+                written[HELD_OUT_ROWS] = held_out.written
             # By their variables, what is done to the rows is done once. If one cannot be copied, its expression is.
-            by_name = {name: self.variables.get(name, text) for name, text in written.items()}
-            for returned in (by_name, written):
-                hooks: dict[str, str] = dict(
-                    zip((ROWS, HELD_OUT_ROWS), returned.values(), strict=False)
-                )
+            arguments = {ROWS: "train_dataset", HELD_OUT_ROWS: "eval_dataset"}
+            by_name = {hook: self.variables.get(arguments[hook], written[hook]) for hook in written}
+            for hooks in (by_name, written):
                 copied = copied or copy_functions(source, own, hooks=hooks)
             for name in ("train_dataset", "eval_dataset") if copied else ():
                 settings.pop(name, None)

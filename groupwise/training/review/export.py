@@ -103,8 +103,7 @@ def export(
         raise UsageError(
             f"{run!r} is not a run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
-    label = policy.label if policy.run is not None else label_of(trained_by, policy.folder)
-    step = int(label.rpartition("@")[2])
+    step = int(label_of(trained_by, policy.folder).rpartition("@")[2])
     weights = _ExportedWeights(trained_by, policy.folder, step, trust_remote_code)
     with checkpoints.reading(weights.folder):
         if to == "adapter" and not is_adapter(weights.folder):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -127,24 +125,3 @@ def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() 
     ):
         with pytest.raises(Refusal, match="proxy_set_header Host"):
             door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
-
-
-def test_keys_that_are_tried_at_the_same_time_are_counted_one_after_the_other(key: Any) -> None:
-    """Pages run in threads: two at once could both find the bucket full, or remove the same old one."""
-    access = AccessControl(ring(key))
-    together = Barrier(2)
-    met: list[bool] = []
-
-    class Buckets:
-        def take(self, address: str) -> float:
-            try:
-                together.wait(0.2)
-            except BrokenBarrierError:
-                return 0.0
-            met.append(True)
-            return 0.0
-
-    access._attempts = Buckets()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(access.admit, ["wrong", "wrong"], ["here", "here"]))
-    assert met == []

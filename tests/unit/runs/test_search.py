@@ -128,7 +128,7 @@ def stores(paths: dict[str, Path]) -> Iterator[dict[str, Store]]:
 
 @pytest.fixture(scope="module")
 def everything(stores: dict[str, Store]) -> Callable[[], list[RolloutView]]:
-    """A function, since Hypothesis warns of a test's arguments whose text is long."""
+    """Wrapped in a function, because Hypothesis warns if the repr of a test's argument is long."""
     found = stores["now"].rollouts(RolloutFilter(limit=1000))
     assert len(found) == 96
     return lambda: found

@@ -162,7 +162,7 @@ def weights_folder() -> Path:
 def clear() -> int:
     """Delete all cached files; returns their bytes. Processes that have mapped some keep them until they end."""
     size = 0
-    for file_size, _, path in _cached_files(weights_folder()):
+    for _, file_size, path in _cached_files(weights_folder()):
         path.unlink(missing_ok=True)
         size += file_size
     return size
@@ -185,28 +185,28 @@ def largest_size() -> int:
 def _make_room(folder: Path, size: int) -> None:
     """Remove files of dead writers, and the least recently used files until `size` more bytes are allowed. Raises OSError if that is too
     much for the cache or its disk."""
-    files = sorted(_cached_files(folder), key=lambda file: file[1:])
-    total = sum(each_size for each_size, _, _ in files) + size
+    files = sorted(_cached_files(folder))
+    total = sum(each_size for _, each_size, _ in files) + size
     free, most = shutil.disk_usage(folder).free, largest_size()
     if size > most or free < size + SPARE:
         raise OSError(
             f"{folder} has no room for {size / 2**30:.1f} GiB: {free / 2**30:.1f} GiB are free on that disk, of which "
             f"{SPARE / 2**30:.0f} stay free, and {VARIABLE} allows {most / 2**30:g}"
         )
-    for each_size, used, path in files:
+    for used, each_size, path in files:
         unfinished = path.name.startswith(BUILDING) and used < time.time() - ABANDONED
         if total > most or unfinished:
             path.unlink(missing_ok=True)
             total -= each_size
 
 
-def _cached_files(folder: Path) -> list[tuple[int, float, Path]]:
-    """Size, time of last use and path of each file, without those that another process removes or renames meanwhile."""
-    files: list[tuple[int, float, Path]] = []
+def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
+    """Time of last use, size and path of each file, without those that another process removes or renames meanwhile."""
+    files: list[tuple[float, int, Path]] = []
     for path in folder.glob("*"):
         with suppress(FileNotFoundError):
             status = path.stat()
-            files.append((status.st_size, status.st_mtime, path))
+            files.append((status.st_mtime, status.st_size, path))
     return files
 
 

@@ -68,9 +68,8 @@ class SharedFolder:
         """Remove the copy of a publication."""
         folder = self.local_path / Path(policy.path).parent.name
         shutil.rmtree(folder / policy_name(policy), ignore_errors=True)
-        with suppress(
-            OSError
-        ):  # only an empty folder can be removed; that of a run of this name elsewhere is the same
+        # Only an empty folder can be removed. A run of the same name on another machine may still use it.
+        with suppress(OSError):
             folder.rmdir()
 
 

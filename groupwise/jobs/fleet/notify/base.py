@@ -86,8 +86,8 @@ def _ids_within(document: Any, depth: int) -> Iterator[str]:
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
-    """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is not an id is left out, because no
-    listener would accept it.
+    """Encode the ids as messages of at most `largest` bytes for `ids_in`. Texts that are not ids are left out, because listeners
+    ignore them.
     """
     batch: list[str] = []
     size = 2

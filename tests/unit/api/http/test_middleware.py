@@ -4,6 +4,9 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 
 import httpx2
 import pytest
@@ -58,6 +61,22 @@ def test_buckets_that_are_full_again_take_no_memory() -> None:
         now += 0.1
     assert len(buckets._tokens) <= 16  # those of the last 1.5 s
     assert [buckets.take("999") for _ in range(3)] == pytest.approx([0, 0, 0.4])
+
+
+def test_threads_take_from_a_bucket_one_after_the_other() -> None:
+    together = Barrier(2)
+    met: list[bool] = []
+
+    def clock() -> float:
+        with suppress(BrokenBarrierError):
+            together.wait(0.2)
+            met.append(True)
+        return 0.0
+
+    buckets = TokenBuckets(1.0, 1, clock)
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(buckets.take, ["here", "here"])) == [0, 1]
+    assert met == []
 
 
 async def test_each_key_has_a_bucket_of_its_own_and_health_has_none_and_metrics_count() -> None:

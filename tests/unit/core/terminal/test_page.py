@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -163,6 +164,13 @@ def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch, capsys):
 def test_a_note_of_another_thread_is_drawn_while_a_step_adds_a_curve(monkeypatch):
     at = page()
     step(at, 0, {"reward": 0.5, "rewards/a/mean": 0.5})
-    right_after(monkeypatch, page_module, "part_of", lambda: at.page._curves.update(kl=[(1, 0.1)]))
+    other = threading.Thread(target=lambda: step(at, 1, {"reward": 0.5, "kl": 0.1}))
+
+    def step_elsewhere() -> None:
+        other.start()
+        other.join(0.1)  # it waits until the page is drawn
+
+    right_after(monkeypatch, page_module, "part_of", step_elsewhere)
     at.page.note("uploaded")
+    other.join()
     assert "uploaded" in at.kernel.shown[-1]

@@ -1,4 +1,4 @@
-"""The full queue of uploads, while the thread that empties it ends an upload. tests/integration/test_pushing.py has the rest."""
+"""Tests of a full upload queue; tests/integration/test_pushing.py runs the callback in a training."""
 
 from __future__ import annotations
 
