@@ -15,21 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from groupwise.core.terminal.ticker import Ticker
+from groupwise.jobs.launch.bootstrap import BUILDING, READY
 
 OF_PIP = "  "
 SHOWN_LINES = 20
 """Lines of pip that are shown after a failure."""
 SOURCE = re.compile(r" \(from .*\)$")
 """What pip adds to the name of a requirement: where it is asked for."""
-BEGINNING = re.compile(
-    r"1/4 an environment with Python |it is there already: |the same environment is being made |/\S+ was complete and does not work"
-)
-"""The first line of a build."""
-FIRST_WORDS = (b"1/4 ", b"it is", b"the same", b"/")
-"""How such a line begins."""
-STAGE = re.compile(r"[1-4]/4 ")
-END = re.compile(r"made in \d+ s$|it is there already: ")
-"""The last line of a build that succeeded."""
+STAGE = re.compile(r"[1-4]/4 |made in \d+ s$")
 
 
 def progress_of(line: str) -> str:
@@ -77,47 +70,49 @@ class LaunchedLog:
         """`write` receives what is to be shown. `whole`: the command that prints the whole log."""
         self._write, self._ticker, self._whole = write, ticker, whole
         self._of_pip: deque[bytes] = deque(maxlen=SHOWN_LINES)
-        self._rest = b""
-        self._began = self._ended = False
+        self._begin = b""
+        """The lines that are not complete, while a build may be in progress."""
+        self._building: bool | None = None
+        """Unknown until the first line is."""
 
     def write(self, data: bytes) -> None:
         """Take a piece of the log; it may end within a line."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not self._began and not lines and not any(map(self._may_become, FIRST_WORDS)):
-            self._began = self._ended = True
-        for number, line in enumerate(lines):
-            if self._ended:
-                self._rest = b"\n".join([*lines[number:], self._rest])
-                break
+        data, self._begin = self._begin + data, b""
+        if self._building is None:
+            first = f"{BUILDING}\n".encode()
+            if len(data) < len(first) and first.startswith(data):
+                self._begin = data
+                return
+            self._building = data.startswith(first)
+        while self._building and b"\n" in data:
+            line, _, data = data.partition(b"\n")
             self._add(line)
-        if self._ended and self._rest:
-            self._write(self._rest)
-            self._rest = b""
+        if self._building:
+            self._begin = data
+        elif data:
+            self._write(data)
 
     def end(self) -> None:
         """Nothing follows, so the last line is complete."""
-        if self._rest:
-            self._add(self._rest)
-            self._rest = b""
+        if self._begin:
+            self._write(self._begin)
+            self._begin = b""
         self._ticker.clear()
 
-    def _may_become(self, words: bytes) -> bool:
-        return words.startswith(self._rest[: len(words)])
-
     def _add(self, line: bytes) -> None:
+        """Take a line of the builder."""
         text = line.decode("utf-8", "replace")
-        if not self._began:
-            self._began, self._ended = True, BEGINNING.match(text) is None
-        if not self._ended and text.startswith(OF_PIP):
+        if text.startswith(OF_PIP):
             self._of_pip.append(line)
             self._ticker.show(progress_of(text))
             return
         self._ticker.clear()
-        if self._ended or STAGE.match(text) or BEGINNING.match(text) or END.match(text):
+        if STAGE.match(text) or text in (BUILDING, READY):
             self._of_pip.clear()
-        elif self._of_pip:  # the reason of a failure
-            for of_pip in (*self._of_pip, f"  the whole log: {self._whole}".encode()):
-                self._write(of_pip + b"\n")
+        for of_pip in self._of_pip:  # this line is the reason of a failure
+            self._write(of_pip + b"\n")
+        if self._of_pip:
+            self._write(f"  the whole log: {self._whole}\n".encode())
             self._of_pip.clear()
         self._write(line + b"\n")
-        self._ended = self._ended or END.match(text) is not None
+        self._building = text != READY

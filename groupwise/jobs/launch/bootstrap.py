@@ -2,7 +2,7 @@
 
 This file is sent to the folder `.groupwise` of the working folder, together with `builder.py` (`groupwise.jobs.fleet.machines.builder`)
 and its input files. It needs only Python 3.8. An environment is named after its contents, so the next job with the same requirements
-reuses it.
+reuses it. `BUILDING` and `READY` stand around the builder's part of the job's log.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import os
 import subprocess
 import sys
 
+BUILDING = "The environment of this job:"
+"""The first line of the log."""
+READY = "The environment is ready."
+"""The last line before the log of the command."""
 UNAVAILABLE = 69
 """EX_UNAVAILABLE of sysexits.h: the environment cannot be created."""
 NOT_FOUND = 127
@@ -43,8 +47,10 @@ def make_environment(folder: str) -> str:
     order["folder"] = os.path.expanduser(order["folder"])
     with open(path, "w", encoding="utf-8") as file:
         json.dump(order, file)
+    os.write(sys.stdout.fileno(), f"{BUILDING}\n".encode())
     if subprocess.call([sys.executable, "-I", "builder.py"], cwd=folder, stdin=subprocess.DEVNULL):
         sys.exit(UNAVAILABLE)
+    os.write(sys.stdout.fileno(), f"{READY}\n".encode())
     with open(os.path.join(folder, "result.json"), encoding="utf-8") as file:
         return str(json.load(file)["python"])
 

@@ -7,6 +7,7 @@ import pytest
 
 from groupwise.cli.installing import SHOWN_LINES, BuildLog, LaunchedLog
 from groupwise.core.terminal.ticker import Ticker
+from groupwise.jobs.launch.bootstrap import BUILDING, READY
 
 STAGES = ["1/4 an environment with Python 3.12.1 (/usr/bin/python3) in /e/1", "3/4 2 releases as locked"]  # fmt: skip
 PIP = [f"  Collecting package-{number}==1.0 (from -r lock.txt (line {number}))" for number in range(30)]  # fmt: skip
@@ -79,9 +80,10 @@ def lines(*parts: str) -> str:
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 @pytest.mark.parametrize("job", ["step 1\n  indented\n", "\r 50 %\r100 %", "1/4 of it\n", ""])
 def test_a_build_before_a_job_is_its_stages_and_the_job_writes_what_it_likes(size: int, job: str) -> None:  # fmt: skip
-    assert written(lines(*STAGES, *PIP, END) + job, size) == lines(*STAGES, END) + job
-    there = "it is there already: /e/1"
-    assert written(lines(there) + job, size) == lines(there) + job
+    log = lines(BUILDING, *STAGES, *PIP, END, READY) + job
+    assert written(log, size) == lines(BUILDING, *STAGES, END, READY) + job
+    there = lines(BUILDING, "it is there already: /e/1", READY) + job
+    assert written(there, size) == there
     assert written(job, size) == job
 
 
@@ -89,12 +91,18 @@ def test_a_build_before_a_job_is_its_stages_and_the_job_writes_what_it_likes(siz
 def test_a_build_before_a_job_that_fails_is_shown_before_its_reason(size: int) -> None:
     reason = "pip could not install everything: the disk there is full"
     whole = "  the whole log: groupwise launch logs j"
-    expected = lines(*STAGES, *PIP[-SHOWN_LINES:], whole, reason)
-    assert written(lines(*STAGES, *PIP, reason), size) == expected
+    expected = lines(BUILDING, *STAGES, *PIP[-SHOWN_LINES:], whole, reason)
+    assert written(lines(BUILDING, *STAGES, *PIP, reason), size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+@pytest.mark.parametrize("log", ["The", f"{BUILDING}\n1/4 an envi", f"{BUILDING}\n{READY}\nThe"])
+def test_a_log_that_breaks_off_is_shown_to_its_last_byte(size: int, log: str) -> None:
+    assert written(log, size) == log
 
 
 def test_the_progress_in_a_terminal_is_removed_before_the_job_writes() -> None:
     stream = Terminal()
-    written(lines(*STAGES, *PIP, END, "step 1"), 100_000, stream)
+    written(lines(BUILDING, *STAGES, *PIP, END, READY, "step 1"), 100_000, stream)
     assert "Collecting package-29==1.0" in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")

@@ -50,7 +50,8 @@ def begun(work: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 def test_the_command_gets_its_words_and_the_environment_first_on_path(work: Path) -> None:
     odd = ["a b", "", "-v", "--", "it's", "two\nlines", "$(x)", "é"]
     done = begun(work, "tell", *odd)
-    assert (done.returncode, done.stdout) == (0, b"made\n"), done.stderr
+    log = f"{bootstrap.BUILDING}\nmade\n{bootstrap.READY}\n"
+    assert (done.returncode, done.stdout.decode()) == (0, log), done.stderr
     words, environment = json.loads((work / "told").read_text())
     assert words == odd
     path = environment["PATH"].split(os.pathsep)[0]
@@ -66,5 +67,6 @@ def test_the_command_gets_its_words_and_the_environment_first_on_path(work: Path
 def test_without_an_environment_the_command_does_not_run(work: Path) -> None:
     (work / ".groupwise/builder.py").write_text("print('no room'); raise SystemExit(1)")
     done = begun(work, "tell")
-    assert (done.returncode, done.stdout) == (bootstrap.UNAVAILABLE, b"no room\n")
+    log = f"{bootstrap.BUILDING}\nno room\n"
+    assert (done.returncode, done.stdout.decode()) == (bootstrap.UNAVAILABLE, log)
     assert not (work / "told").exists()
