@@ -71,8 +71,11 @@ def install_torch_for_cpus(python: Path, release: str) -> None:
 @pytest.mark.parametrize("resolution", ["lowest-direct", "highest"])
 def test_a_user_and_our_tests_succeed_with_the(resolution: str, folder: Path) -> None:
     venv = folder / "venv"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     environment = {
         **os.environ,
+        "XDG_CACHE_HOME": str(folder / "cache"),  # models are converted with these releases
+        "UV_CACHE_DIR": str(caches / "uv"),
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "VIRTUAL_ENV": str(venv),
     }

@@ -27,7 +27,7 @@ from groupwise.core.types import TINY
 
 TINY_VERSION = 1
 """Increased when the model `tiny` changes. Defined here so that a cached model is found without importing torch."""
-CONVERSION = 1
+CONVERSION = 2
 """Increased when the conversion changes, so that older caches are rebuilt."""
 
 

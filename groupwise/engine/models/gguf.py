@@ -7,8 +7,11 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from gguf import GGUFReader
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from groupwise.core.errors import ModelError
@@ -29,6 +32,10 @@ class _Progress(io.StringIO):
         return len(text)
 
 
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""What GGUF calls a special token, and what transformers calls it."""
+
+
 def write_dequantised(
     gguf: Path, folder: Path, show: Callable[[str], None] = lambda stage: None
 ) -> None:
@@ -42,7 +49,7 @@ def write_dequantised(
                 str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
             )
             show("step 3 of 4: reading the tokenizer")
-            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            tokenizer = _tokenizer(gguf)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
         show("step 4 of 4: writing the model")
@@ -55,3 +62,21 @@ def write_dequantised(
         clean.generation_config = model.generation_config or GenerationConfig()
         clean.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(gguf: Path) -> Any:
+    """The file's tokenizer, the same from every release of transformers that is allowed.
+
+    transformers 5.15 takes no special tokens from the file, so that <|im_start|> would end a completion, and decodes tokens that stand for
+    bytes by a chain of steps, in which llguidance does not recognise them.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    fields = GGUFReader(gguf).fields
+    for theirs, ours in SPECIAL_TOKENS.items():
+        if field := fields.get(f"tokenizer.ggml.{theirs}_token_id"):
+            token = tokenizer.convert_ids_to_tokens(int(field.contents()))
+            setattr(tokenizer, f"{ours}_token", token)
+    if fields["tokenizer.ggml.model"].contents() == "gpt2":  # a BPE of bytes
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False  # each decoding would warn that it is ignored
+    return tokenizer

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
+from llguidance.hf import from_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from transformers import TokenizersBackend
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import bundled
@@ -127,6 +131,39 @@ def test_a_changed_gguf_file_is_converted_again(cache, converted, tmp_path):
     path.write_bytes(b"another")
     assert bundled.converted_gguf(path) != first
     assert converted == [b"one", b"another"]
+
+
+def test_special_tokens_and_bytes_are_those_of_the_file_with_an_older_transformers(
+    monkeypatch, tmp_path
+):
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *pre_tokenizers.ByteLevel.alphabet()]
+    file = GGUFWriter(tmp_path / "model.gguf", "llama")
+    file.add_tokenizer_model("gpt2")
+    file.add_unk_token_id(0)
+    file.add_bos_token_id(1)
+    file.add_eos_token_id(2)
+    file.add_pad_token_id(2)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.close()
+    backend = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+    backend.decoder = decoders.Sequence(parts)
+    as_transformers_5_15 = TokenizersBackend(tokenizer_object=backend, eos_token=words[1])
+    monkeypatch.setattr(
+        gguf_module.AutoTokenizer, "from_pretrained", lambda *_, **__: as_transformers_5_15
+    )
+
+    tokenizer = gguf_module._tokenizer(tmp_path / "model.gguf")
+    special = (
+        tokenizer.unk_token,
+        tokenizer.bos_token,
+        tokenizer.eos_token,
+        tokenizer.pad_token,
+    )
+    assert special == (words[0], words[1], words[2], words[2])
+    assert from_tokenizer(tokenizer).decode_bytes(tokenizer("a\n b")["input_ids"]) == b"a\n b"
 
 
 @pytest.mark.soak(suite="engine")
