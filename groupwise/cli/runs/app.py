@@ -42,6 +42,7 @@ from groupwise.cli.printing import (
 from groupwise.cli.runs.compare import compare
 from groupwise.cli.runs.export import export, import_, push
 from groupwise.cli.runs.rescore import replay, rescore
+from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
 from groupwise.core.terminal.quantities import counted
@@ -206,7 +207,9 @@ def plot(
     series = with_mean(metric, points, warm_up=warm_up)
     title = f"{path.name} · {metric}"
     if svg is not None:
-        svg.write_text(svg_curve(series, title=title), encoding="utf-8")
+        atomic_files.check_can_write(svg)
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_file(svg, svg_curve(series, title=title).encode())
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
         extra = {"warm_up": warm_up} if warm_up else {}

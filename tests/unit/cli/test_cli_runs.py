@@ -253,7 +253,7 @@ class TestRollouts:
 
 class TestPlot:
     def test_draws_and_writes(self, runs: Path) -> None:
-        target = runs / "reward.svg"
+        target = runs / "new" / "reward.svg"
         shown = call(runs, "plot", "sort", "--svg", str(target))
         assert shown.startswith("sort · reward")
         assert ("┤" in shown, "\x1b" in shown) == (True, False)
