@@ -22,10 +22,10 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    command_to_export,
+    command_to_resume,
     command_to_show,
+    commands_after_run,
     commands_after_sft,
-    commands_to_read,
     dir_option,
     indent,
     moment,
@@ -115,12 +115,15 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         write_json(facts)
         return
     _print_run_facts(facts)
+    commands: list[tuple[str, str]] = []
+    if facts["state"] in ("crashed", "interrupted") and (resume := command_to_resume(path)):
+        commands.append(resume)
     if facts["rewards"]:
-        has_weights = facts["final_step"] is not None or facts["checkpoints"]
-        to_export = [command_to_export(path)] if has_weights else []
-        print_next(*commands_to_read(path), *to_export)
+        commands += commands_after_run(path)[1:]
     elif facts["losses"]:
-        print_next(*commands_after_sft(path, None))
+        commands += commands_after_sft(path, None)
+    if commands:
+        print_next(*commands)
 
 
 @command(app, "rollouts")

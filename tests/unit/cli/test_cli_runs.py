@@ -319,6 +319,16 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     ] * 2
 
 
+def test_an_unfinished_run_is_shown_with_the_command_that_continues_it(runs: Path) -> None:
+    facts = {"kind": "sft", "task_module": "sort_words"}
+    with RunFolder.create(runs, "cut", {"run": {"dir": str(runs)}}, facts):
+        pass
+    line = call(runs, "show", "cut").splitlines()[-2]
+    config = str((runs / "cut" / "config.json").resolve())
+    assert shlex.split(line) == ["groupwise", "sft", "-c", config, "-t", "sort_words", "--resume"]
+    assert "next" not in call(runs, "show", "empty"), "a client led it"
+
+
 def test_large_numbers_are_whole_and_small_ones_have_four_digits() -> None:
     numbers = [25410.0, 9999.4, -1234567.0, 0.0645678, 3, None]
     shown = ["25,410", "9999", "-1,234,567", "0.06457", "3", ""]
