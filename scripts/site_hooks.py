@@ -65,7 +65,7 @@ if (location.protocol === "file:") {
 }
 """
 """The theme would load such a script from unpkg.com."""
-LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", *AT_THE_TOP)
+LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", "python.md", *AT_THE_TOP)
 """Pages that a search shows after the others."""
 MORE_FOUND = ("configuration", "commands")
 """Pages that it shows before the others: the names of keys and options are often searched for."""

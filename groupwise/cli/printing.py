@@ -159,8 +159,28 @@ def command_to_compare(a: str, b: str) -> tuple[str, str]:
 
 
 def commands_after_run(folder: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run: its numbers, what there is to read, and its weights."""
-    return [command_to_show(folder), *commands_to_read(folder), command_to_export(folder)]
+    """Commands that are useful after a run: its numbers, what there is to read, and its weights, if it has saved any."""
+    from groupwise.runs import checkpoints
+    from groupwise.runs.folder import CHECKPOINTS, FINAL
+
+    commands = [command_to_show(folder), *commands_to_read(folder)]
+    if (folder / FINAL).is_dir() or checkpoints.complete(folder / CHECKPOINTS):
+        commands.append(command_to_export(folder))
+    return commands
+
+
+def command_to_resume(folder: Path) -> tuple[str, str] | None:
+    """The command that continues an unfinished run with its own config; None if its clients lead it, or if it began in another folder."""
+    from groupwise.runs.folder import CONFIG, RECORD, read_config
+    from groupwise.runs.store import Store
+
+    facts = Store.facts(folder / RECORD)
+    if facts.get("task_module") is None:
+        return None
+    if Path(read_config(folder)["run"]["dir"]).resolve() != folder.parent.resolve():
+        return None
+    words = ("-c", str(folder / CONFIG), "-t", facts["task_module"], "--resume")
+    return f"groupwise {facts['kind']} {shlex.join(words)}", "the rest of the training"
 
 
 def command_to_show(folder: Path) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -214,10 +213,22 @@ def _train(
             dry_run=dry_run,
             **start.keywords(),
         )
-    from groupwise.cli.printing import command_line, commands_after_run, commands_after_sft
+    from groupwise.cli.printing import (
+        command_line,
+        command_to_show,
+        commands_after_run,
+        commands_after_sft,
+    )
 
-    after_sft = partial(commands_after_sft, task=task_module)
-    commands_after = commands_after_run if kind == "rl" else after_sft
+    def commands_after(folder: Path) -> list[tuple[str, str]]:
+        if result.summary.get("state") == "interrupted":
+            resume = ["--resume-from", str(folder)] if start.resume_from else ["--resume"]
+            line = command_line(kind, config, task_module, *resume, *(overrides or ()))
+            return [(line, "the rest of the training"), command_to_show(folder)]
+        return (
+            commands_after_run(folder) if kind == "rl" else commands_after_sft(folder, task_module)
+        )
+
     words = (*start.words(), *(overrides or ()))
     write_outcome(
         result.summary,

@@ -45,13 +45,14 @@ def install_command(extra: str) -> str:
 
 
 def _pip_install() -> str:
-    """How packages are added here: by pip, but pipx and `uv tool` hide their environments from it, and in a notebook it is a magic."""
+    """How packages are added here: by pip, but pipx hides its environments from it, uv makes some without it, and in a notebook it is a
+    magic."""
     if "ipykernel" in sys.modules:
         return "%pip install"
     environment = Path(sys.prefix)
     if (environment / "pipx_metadata.json").is_file():
         return f"pipx runpip {DISTRIBUTION} install"
-    if (environment / "uv-receipt.toml").is_file():
+    if importlib.util.find_spec("pip") is None:
         return f"uv pip install --python {environment}"
     return "pip install"
 

@@ -40,18 +40,21 @@ def make(
     return add_packages(folder, words, what=what, say=say, environment=environment)
 
 
+def installer_for(python: str) -> list[str]:
+    """The words before those that name packages in a command that installs for this interpreter. UsageError if there is no installer."""
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "--python", python, "install"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", python]
+    raise UsageError("There is neither pip nor uv to install packages with.")
+
+
 def add_packages(
     folder: Path, words: Sequence[str], *, what: str, say: bool, environment: Mapping[str, str]
 ) -> bool:
     """Install what `words` ask for into the virtual environment in `folder`; see `make`."""
-    target = str(folder / "bin" / "python")
+    installer = installer_for(str(folder / "bin" / "python"))
     has_pip = find_spec("pip") is not None
-    if has_pip:
-        installer = [sys.executable, "-m", "pip", "--python", target, "install"]
-    elif uv := shutil.which("uv"):
-        installer = [uv, "pip", "install", "--python", target]
-    else:
-        raise UsageError("There is neither pip nor uv to install packages with.")
     command = [*installer, *(word for word in words if has_pip or not word.startswith("--report"))]
     with Ticker() if say else nullcontext() as ticker:
 

@@ -22,10 +22,10 @@ from groupwise.cli.printing import (
     RUNS,
     RunArgument,
     RunsDir,
-    command_to_export,
+    command_to_resume,
     command_to_show,
+    commands_after_run,
     commands_after_sft,
-    commands_to_read,
     dir_option,
     indent,
     moment,
@@ -42,6 +42,7 @@ from groupwise.cli.printing import (
 from groupwise.cli.runs.compare import compare
 from groupwise.cli.runs.export import export, import_, push
 from groupwise.cli.runs.rescore import replay, rescore
+from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
 from groupwise.core.terminal.quantities import counted
@@ -114,12 +115,15 @@ def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None
         write_json(facts)
         return
     _print_run_facts(facts)
+    commands: list[tuple[str, str]] = []
+    if facts["state"] in ("crashed", "interrupted") and (resume := command_to_resume(path)):
+        commands.append(resume)
     if facts["rewards"]:
-        has_weights = facts["final_step"] is not None or facts["checkpoints"]
-        to_export = [command_to_export(path)] if has_weights else []
-        print_next(*commands_to_read(path), *to_export)
+        commands += commands_after_run(path)[1:]
     elif facts["losses"]:
-        print_next(*commands_after_sft(path, None))
+        commands += commands_after_sft(path, None)
+    if commands:
+        print_next(*commands)
 
 
 @command(app, "rollouts")
@@ -206,7 +210,9 @@ def plot(
     series = with_mean(metric, points, warm_up=warm_up)
     title = f"{path.name} · {metric}"
     if svg is not None:
-        svg.write_text(svg_curve(series, title=title), encoding="utf-8")
+        atomic_files.check_can_write(svg)
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_file(svg, svg_curve(series, title=title).encode())
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
         extra = {"warm_up": warm_up} if warm_up else {}

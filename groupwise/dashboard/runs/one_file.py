@@ -75,6 +75,7 @@ def write_one_file(
         "inline": _static_text,
     }
     page = render("one_file.html", data).encode("utf-8", "replace")
+    output.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_file(output, page, replace=force)
     return output
 

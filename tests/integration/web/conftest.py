@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, sync_playwright
 from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from tests.integration.web.visiting import CHROMIUM, DESK, Visitor, shown
+from tests.integration.web.visiting import CHROMIUM, DESK, LONG_NAME, Visitor, shown
 from tests.unit.dashboard.test_fleet import local, migrated_file, small
 from tests.web_runs import HOSTILE, write_run
 
@@ -47,9 +47,9 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visitor]]:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A dashboard of three runs, of which one is made of hostile texts."""
+    """A dashboard of four runs: one has a long name, one is made of hostile texts."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, steps in (("first", 30), ("second", 20)):
+    for name, steps in (("first", 30), ("second", 20), (LONG_NAME, 4)):
         write_run(folder / name, steps)
     hostile = write_run(
         folder / "hostile", 3, write=lambda *_: HOSTILE, facts={"task": HOSTILE[:80]}

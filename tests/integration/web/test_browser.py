@@ -23,6 +23,7 @@ from groupwise.jobs.fleet.local import LocalFleet
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
+    LONG_NAME,
     PHONE,
     TABLET,
     TIMEOUT_MS,
@@ -47,7 +48,7 @@ Visit = Callable[..., Visitor]
 def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     visitor = visit(site)
     page = visitor.goes("/")
-    expect(page.locator(".spark")).to_have_count(3)
+    expect(page.locator(".spark")).to_have_count(4)
     page.get_by_label("Search").fill("sec")
     page.get_by_role("button", name="Show").click()
     expect(page.locator("#runs tbody tr")).to_have_count(1)
@@ -148,6 +149,7 @@ def test_every_page_is_accessible_and_fits(
                  "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations", "/evaluations/compare?a=first@0&b=first@30",
                  "/evaluations/answers?of=first@30",
                  "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second",
+                 f"/compare?run=first&run={LONG_NAME}", f"/rollouts/compare?a=first&b={LONG_NAME}",
                  "/runs/first/config", "/runs/first/weights/step-2", "/runs/none"):  # fmt: skip
         page = visitor.goes(path)
         assert serious_in(page) == [], path

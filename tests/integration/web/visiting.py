@@ -28,6 +28,8 @@ from tests.web_runs import add_step, write_run
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 TIMEOUT_MS = 15_000
+LONG_NAME = "third-of-qwen2.5-1.5b-instruct-on-gsm8k-with-lr-1e-5-and-seed-3"
+"""Of a run."""
 PHONE: ViewportSize = {"width": 390, "height": 844}
 TABLET: ViewportSize = {"width": 768, "height": 1024}
 DESK: ViewportSize = {"width": 1280, "height": 900}

