@@ -2,7 +2,7 @@
 
 Rules that it shares with Modal:
 
-    - One desk, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
+    - One coordinator, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
     - A call waits for a container (`hold`), runs in one, and is begun again with the same input in a new one, with an empty disk, when that
       is taken away: told with SIGINT and killed after a while (`preempt`), or without a word (`lose`).
     - A time-out counts from the beginning of a container, and kills. A cancelled call is told, then killed. With a container all that it
@@ -31,10 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from groupwise.jobs.clouds.modal.api import Call, Image, app_of
 from groupwise.jobs.clouds.modal.coordinator import answer
-from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.clouds.modal.worker import ContainerContext, work
-from groupwise.jobs.hosts.port import RunnerRefused
+from groupwise.jobs.hosts.host import RunnerRefused
 
 THIS = "tests.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
@@ -55,7 +55,7 @@ SUBREAPER = 36
 
 
 class FakeModal:
-    """See `groupwise.jobs.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
+    """See `groupwise.jobs.clouds.modal.api.ModalApi`. All of one folder are the same Modal."""
 
     def __init__(
         self,
@@ -66,23 +66,23 @@ class FakeModal:
     ) -> None:
         """`secrets`: of the workspace, by their names."""
         self.folder, self._owner, self._secrets = folder, owner, secrets or {}
-        for name in ("volume", "calls", "apps", "desk"):
+        for name in ("volume", "calls", "apps", "coordinator"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     async def workspace(self) -> str | None:
-        """See `ModalPort.workspace`."""
+        """See `ModalApi.workspace`."""
         return self._owner
 
     async def rates(self) -> Mapping[str, float] | None:
-        """See `ModalPort.rates`."""
+        """See `ModalApi.rates`."""
         return None if self._owner is None else RATES
 
     async def has_app(self, name: str) -> bool:
-        """See `ModalPort.has_app`."""
+        """See `ModalApi.has_app`."""
         return (self.folder / "apps" / name).exists()
 
     async def deploy(self, image: Image) -> None:
-        """See `ModalPort.deploy`. No image is made: the interpreter of its environment is that of this process."""
+        """See `ModalApi.deploy`. No image is made: the interpreter of its environment is that of this process."""
         python = self.environments / image.name / "bin/python"
         python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', "utf-8")
@@ -97,33 +97,33 @@ class FakeModal:
         return self.folder / "environments"
 
     async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
-        """See `ModalPort.call_coordinator`."""
-        return await in_thread(desk, self.folder, verb, *arguments)
+        """See `ModalApi.call_coordinator`."""
+        return await in_thread(coordinate, self.folder, verb, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
-        """See `ModalPort.spawn`."""
+        """See `ModalApi.spawn`."""
         await self.expect_secrets(call.named)
         named = {n: word for name in call.named for n, word in self._secrets[name].items()}
         return await in_thread(spawn, self.folder, call, secrets, named)
 
     async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
-        """See `ModalPort.expect_secrets`."""
+        """See `ModalApi.expect_secrets`."""
         for name, variables in variables_by_secret.items():
             there = self._secrets.get(name, {})
             if lacking := sorted({*variables} - there.keys()):
                 raise RunnerRefused("secret", f"Secret {name} has no {', '.join(lacking)}")
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`."""
+        """See `ModalApi.lives`."""
         place = self.folder / "calls" / call
         return place.exists() and not (place / "result").exists()
 
     async def cancel(self, call: str) -> None:
-        """See `ModalPort.cancel`."""
+        """See `ModalApi.cancel`."""
         self._tell(call, "cancel")
 
     async def close(self) -> None:
-        """See `ModalPort.close`."""
+        """See `ModalApi.close`."""
 
     # --- what befalls it --------------------------------------------------------------------------
 
@@ -280,13 +280,13 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
-# --- the desk -------------------------------------------------------------------------------------
+# --- the coordinator -------------------------------------------------------------------------------------
 
 
-def desk(folder: Path, what: str, *arguments: Any) -> Any:
-    """Ask the desk: a single container, which answers one request after the other."""
-    with _locked(folder / "desk" / "lock"):
-        view = View(folder / "volume", folder / "desk" / "volume")
+def coordinate(folder: Path, what: str, *arguments: Any) -> Any:
+    """Ask the coordinator: a single container, which answers one request after the other."""
+    with _locked(folder / "coordinator" / "lock"):
+        view = View(folder / "volume", folder / "coordinator" / "volume")
         view.reload()
         said = answer(str(view.here), what, arguments)
         view.commit()
@@ -462,7 +462,7 @@ def contain(folder: Path, name: str, number: int) -> str:
         str(view.here),
         str(place / "disk"),
         view,
-        partial(desk, folder),
+        partial(coordinate, folder),
         lambda following: spawn(folder, following, secrets, named),
         {"HF_HOME": str(folder / "caches")},
         os.environ,

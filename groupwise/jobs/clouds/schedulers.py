@@ -17,7 +17,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Order
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner, Scheduler
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.ray import ADDRESS, GANG, RESOURCE_NAMES, TOKEN_VARIABLES, RayRunner
 from groupwise.jobs.hosts.ray import NAME as RAY
 from groupwise.jobs.hosts.slurm import NAME as SLURM

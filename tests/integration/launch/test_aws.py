@@ -39,7 +39,7 @@ from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.port import HostUnreachable
+from groupwise.jobs.hosts.host import HostUnreachable
 from groupwise.jobs.hosts.spec import Limits
 from groupwise.jobs.launch import places
 from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, FakeAws, cloud, ec2_client, user_data_of

@@ -13,8 +13,8 @@ import pytest
 
 from groupwise.jobs.hosts.driver import BATCH
 from groupwise.jobs.hosts.files import hash_of
+from groupwise.jobs.hosts.host import Request, RunnerResponse
 from groupwise.jobs.hosts.keys import parse_host_key
-from groupwise.jobs.hosts.port import Request, RunnerResponse
 from groupwise.jobs.hosts.ssh import SshHost
 from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
