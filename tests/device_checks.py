@@ -358,7 +358,7 @@ def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: 
     wanted = generated(sampler, asked)
     for _ in range(3):
         full = case.held()
-        asyncio.run(sampler.rest())
+        asyncio.run(sampler.release_memory())
         freed = full - case.held()
         assert freed >= cache if frees_cache else freed == 0
         assert generated(sampler, asked) == wanted

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from groupwise.jobs.hosts.port import Request, RunnerResponse
+from groupwise.jobs.hosts.host import Request, RunnerResponse
 
 ATTEMPT = {"job": "j", "epoch": 1, "place": "0123abcd99", "folder": "/srv/attempts/j.1"}
 WAITS = {"state": "queued", "same_boot": False, "age": 0.0}

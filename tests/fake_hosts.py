@@ -1,7 +1,7 @@
 """Machines that exist only in this process: a faithful model of their runners, for tests of whatever drives jobs on machines.
 
 `FakeHosts` is a rack of them and the only clock: `tick` lets every command that runs do one unit of work. A `FakeHost` is a
-`groupwise.jobs.hosts.port.Host`. It keeps what a real runner keeps on disk (a folder for each attempt, the highest epoch of each job, exit
+`groupwise.jobs.hosts.host.Host`. It keeps what a real runner keeps on disk (a folder for each attempt, the highest epoch of each job, exit
 records, logs, who holds which GPU) apart from what a power cut takes away (processes). All verbs are safe to repeat, as the real ones are.
 
 What a command does is scripted: `scripts[job_id]` holds a `Script` for each of its attempts, the last one for all that follow. What goes
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostUnreachable,
     OutcomeUnknown,
     Request,

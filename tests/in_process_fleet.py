@@ -35,7 +35,7 @@ from groupwise.jobs.fleet.states import Cleanup, Contact
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from tests.fake_hosts import FakeHosts
 from tests.history_checker import assert_no_violations
 from tests.processes import TIMEOUT_S

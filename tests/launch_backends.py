@@ -18,8 +18,8 @@ from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan,
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
+from groupwise.jobs.clouds.modal.api import ModalApi
 from groupwise.jobs.clouds.modal.backend import ModalBackend
-from groupwise.jobs.clouds.modal.port import ModalPort
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.schedulers import SchedulerBackend, ray_options, sbatch_options
 from groupwise.jobs.hosts.driver import Runner
@@ -215,7 +215,7 @@ async def client(
     await found.backend.close()
 
 
-def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
+def modal_backend(port: ModalApi, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
     """With looks that come sooner, and calls that may be shorter."""
     return ModalBackend(
         "modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every

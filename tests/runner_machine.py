@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import AnswerReader
-from groupwise.jobs.hosts.port import Request
+from groupwise.jobs.hosts.host import Request
 from groupwise.jobs.hosts.runner import requests
 from groupwise.jobs.hosts.runner.cgroups import Cgroups, remove_stray_cgroups
 from groupwise.jobs.hosts.runner.files import read_json

@@ -1,4 +1,4 @@
-"""Tensors that are divided among learners (`groupwise.engine.learner.fsdp`), as whole ones: for files, fingerprints and transfers."""
+"""Reads tensors whole that are sharded over learners (`groupwise.engine.learner.fsdp`): for files, fingerprints and transfers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class WholeTensors(Mapping[str, Tensor]):
-    """Whole tensors in main memory. Each is gathered from all learners' parts, and rounded if a format is given, when it is read.
+class FullTensors(Mapping[str, Tensor]):
+    """Whole tensors in main memory. Each is gathered from all learners' shards, and rounded if a format is given, when it is read.
 
-    If tensors are divided, all learners must read the same ones in the same order.
+    If tensors are sharded, all learners must read the same ones in the same order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], rounding: torch.dtype | None = None) -> None:
@@ -25,7 +25,7 @@ class WholeTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name].detach()
-        whole = tensor.full_tensor() if is_divided(tensor) else tensor
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
         return whole.to("cpu", self._rounding if whole.is_floating_point() else None)
 
     def __iter__(self) -> Iterator[str]:
@@ -34,29 +34,29 @@ class WholeTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def contribute_parts(self) -> None:
-        """Contribute this learner's parts while another learner reads all tensors."""
-        for _ in gathered(self._tensors):
+    def contribute_shards(self) -> None:
+        """Contribute this learner's shards while another learner reads all tensors."""
+        for _ in full_tensors(self._tensors):
             pass
 
 
-def gathered(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Each tensor whole, on its device; if they are divided, all learners do this together."""
+def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Each tensor whole, on its device; if they are sharded, all learners do this together."""
     for tensor in tensors.values():
-        yield tensor.full_tensor() if is_divided(tensor) else tensor
+        yield tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def part_of(whole: Tensor, divided: Tensor) -> Tensor:
-    """The part of `whole` that this learner has of `divided`; all of it if that is not divided."""
-    if not is_divided(divided):
+def shard_of(whole: Tensor, sharded: Tensor) -> Tensor:
+    """The shard of `whole` that this learner has of `sharded`; all of it if that is not sharded."""
+    if not is_sharded(sharded):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = divided.device_mesh, divided.placements
-    return distribute_tensor(whole.to(divided.device), mesh, placements, src_data_rank=None)
+    mesh, placements = sharded.device_mesh, sharded.placements
+    return distribute_tensor(whole.to(sharded.device), mesh, placements, src_data_rank=None)
 
 
-def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """True if each learner holds a part of the tensor. Its class takes a second to import, so no tensor is one before that."""
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """True if each learner holds a shard of the tensor. Its class takes a second to import, so no tensor is one before that."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -64,7 +64,7 @@ from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Retention
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
+from groupwise.jobs.fleet.machines.connections import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import notifier_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.operations import machines
@@ -87,7 +87,7 @@ from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.jobs.fleet.webhooks import WebhookOutlet
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.ssh import SshHost
 
 if TYPE_CHECKING:

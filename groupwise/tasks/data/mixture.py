@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from groupwise.core.errors import TaskError
-from groupwise.core.types import like
+from groupwise.core.types import with_number_of
 from groupwise.tasks.data.chat import Row
 from groupwise.tasks.data.order import Share, Stream
 
@@ -124,5 +124,5 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
 
 
 def _with_columns(part: Part, columns: Sequence[str]) -> Part:
-    rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
+    rows = [with_number_of(row, {name: row.get(name) for name in columns}) for row in part.rows]
     return replace(part, rows=rows)

@@ -28,7 +28,7 @@ from groupwise.core import hub_errors
 from groupwise.core.errors import TaskError
 from groupwise.core.extras import not_installed
 from groupwise.core.plugins import nearest
-from groupwise.core.types import NumberedRow, like
+from groupwise.core.types import NumberedRow, with_number_of
 from groupwise.tasks.data.order import Stream
 
 Row = dict[str, Any]
@@ -110,7 +110,7 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
             if _has_path(row, source_name)
         }
         other_columns = {name: value for name, value in row.items() if name not in columns}
-        result.append(like(row, {**renamed, **other_columns}))
+        result.append(with_number_of(row, {**renamed, **other_columns}))
     return result
 
 

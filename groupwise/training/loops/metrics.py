@@ -75,7 +75,7 @@ class Timings:
     sampled_tokens: int = 0
     learned_tokens: int = 0
 
-    def drew(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
+    def set_sampling(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
         """Set how long the groups of the step took; part of that time may have been during earlier steps."""
         self.sampling, self.scoring, self.sampled_tokens = sampling, scoring, sampled_tokens
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from groupwise.core.interruption import Interrupted, gather_all
 from groupwise.core.types import Group, Policy
-from groupwise.training.loops import drawing
+from groupwise.training.loops import group_sampling
 from groupwise.training.loops.run import Schedule, StepBatch, TaskRun
 
 
@@ -84,7 +84,7 @@ class FixedLag:
 
     async def _serve_policy(self, policy: Policy) -> None:
         if policy.version != self._run.serving.version:
-            await drawing.load_policy(self._run, policy)
+            await group_sampling.load_policy(self._run, policy)
 
     def _start_step(self, step: int) -> None:
         if step in self._steps:
@@ -128,7 +128,7 @@ class FixedLag:
 
         async def one(draw: int) -> Group:
             choice = self._run.selection.take(step, draw - first_draw, draw)
-            group = timer.sampled(await drawing.sample(self._run, draw, choice, step))
+            group = timer.sampled(await group_sampling.sample(self._run, draw, choice, step))
             waiting.discard(draw)
             if is_last_round and not waiting:
                 self._sampling[step].set()
@@ -247,7 +247,7 @@ class Free:
             self._planned.add(block)
             self._run.selection.plan(block, self._run.step, self._size)
             choice = self._run.selection.take(block, slot, draw)
-            group = await drawing.sample(self._run, draw, choice, pending.since)
+            group = await group_sampling.sample(self._run, draw, choice, pending.since)
             self._timer.sampled(group)
         finally:
             pending.sampled.set()
@@ -334,7 +334,7 @@ class _Timer:
 
 
 async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
-    scored_group = await drawing.score(run, group, step)
+    scored_group = await group_sampling.score(run, group, step)
     timer.scored()
     run.uncommitted_groups[group.draw] = scored_group
     show_sampling(run)

@@ -120,7 +120,7 @@ def append(
     after: Mapping[str, Any] | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Append an event. Returns its number, or None within `gathered`, where it has none yet. `actor` caused it (`user:ada`,
+    """Append an event. Returns its number, or None within `gathering`, where it has none yet. `actor` caused it (`user:ada`,
     `dispatcher:<owner>`); `before` and `after` are the changed values as JSON, without secrets."""
     assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
     row = {

@@ -30,7 +30,7 @@ from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.framing import BadAnswer
-from groupwise.jobs.hosts.port import Host, OutcomeUnknown, Request, RunnerResponse
+from groupwise.jobs.hosts.host import Host, OutcomeUnknown, Request, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_hosts import FakeHost, Fault, Script
 from tests.in_process_fleet import InProcessFleet, NoJitter

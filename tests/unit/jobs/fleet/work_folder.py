@@ -11,7 +11,7 @@ from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import HostUnreachable, Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.host import HostUnreachable, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec, Limits, as_json
 
 JOB, OWNER = "job-1", "me"

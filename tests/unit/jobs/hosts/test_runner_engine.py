@@ -17,8 +17,8 @@ import pytest
 
 from groupwise.jobs.hosts.answers import ExitReason, MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner, Scheduler
+from groupwise.jobs.hosts.host import RunnerRefused
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 from tests.processes import TIMEOUT_S
 

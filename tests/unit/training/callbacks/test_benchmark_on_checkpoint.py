@@ -106,7 +106,7 @@ def test_benchmarks_run_in_parallel_up_to_a_limit_without_delaying_the_run(folde
         session.save(step)
     places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
     wait_until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
-    processes = [each.family.process for each in callback._processes]
+    processes = [each.group.process for each in callback._processes]
     callback.on_step_end(session.handle, {})
     assert [each.step for each in callback._processes] == [1, 2]
     assert not list(places[2].glob("result-*"))

@@ -9,8 +9,8 @@ from groupwise.jobs.fleet.machines.packing import Packed
 from groupwise.jobs.fleet.machines.plans import Plan
 from groupwise.jobs.fleet.machines.prepare import Prepared, prepare
 from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import Host
 from tests.unit.jobs.fleet.machines.builder_desk import Desk
 
 PLAN = Plan(Packed("1.0", b"a wheel"), Lock(("six==1.17.0",)), time_seconds=60.0)

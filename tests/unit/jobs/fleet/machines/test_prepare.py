@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.machines import prepare as preparing
-from groupwise.jobs.hosts.port import Host, HostUnreachable, Request, RunnerResponse
+from groupwise.jobs.hosts.host import Host, HostUnreachable, Request, RunnerResponse
 from tests.processes import wait_until_async
 from tests.unit.jobs.fleet.machines.prepared_place import Place
 
