@@ -9,7 +9,7 @@ WAITS = {"state": "queued", "same_boot": False, "age": 0.0}
 
 
 class Head:
-    """Subclasses say in `ran` what a program of the cluster (sbatch, the Ray API) prints and returns."""
+    """Subclasses return from `ran` what a program of the cluster (sbatch, the Ray API) prints, and its exit code."""
 
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = {**ATTEMPT, **WAITS, **state}

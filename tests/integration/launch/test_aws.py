@@ -75,7 +75,7 @@ def account(rented: FakeAws) -> Iterator[FakeAws]:
         rented.ec2.terminate_instances([machine])
     rented.requests.clear()
     yield rented
-    rented.says_key, rented.key_said = True, None
+    rented.shows_key, rented.console_key = True, None
     rented.host.restart()
     shutil.rmtree(rented.host.home / "groupwise-launch", ignore_errors=True)
 
@@ -376,12 +376,12 @@ async def test_a_machine_that_fails_during_preparation_is_terminated(
 async def test_a_machine_without_the_expected_host_key_is_terminated(
     account: FakeAws, reach: Reach
 ) -> None:
-    account.says_key = False
+    account.shows_key = False
     with pytest.raises(CloudError, match="host key"):
         await reach(timeouts=AwsTimeouts(look=0.01, ready=0.05)).makes(name="mute")
     assert account.living() == []
-    account.says_key = True
-    account.key_said = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
+    account.shows_key = True
+    account.console_key = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
     with pytest.raises(CloudError, match="pinned"):
         await reach().makes()
     assert account.living() == []
@@ -654,7 +654,7 @@ def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
 def test_a_signal_during_preparation_terminates_the_machine(
     person: Person, python: list[str], account: FakeAws
 ) -> None:
-    account.says_key = False
+    account.shows_key = False
     words = (*python, *job(person))
     signals = (signal.SIGTERM, signal.SIGHUP)
     launching = [person.begins(*words, "--name", f"early-{number}") for number in signals]
