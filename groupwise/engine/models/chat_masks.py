@@ -129,7 +129,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
             raise TemplateRefused(
-                "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
+                "two turns of the assistant follow each other, and the chat template renders the first differently before the second. "
                 "Make them one turn, or leave one out."
             )
         common = _common_prefix_length(asked_text, full_text)

@@ -79,7 +79,7 @@ def refuse_changed_draws(request: GroupRequest, engine: str) -> None:
         changes.append("top_logprobs")
     if changes:
         raise UsageError(
-            f"{', '.join(changes)} cannot be had with {engine}, which draws from the model's own logits and gives the log-probability of "
+            f"{', '.join(changes)} is not supported by {engine}, which draws from the model's own logits and gives the log-probability of "
             "the drawn token alone. Leave it out, or sample with sampler.engine torch or vllm."
         )
 

@@ -117,7 +117,7 @@ def run(
     `address`: where to serve the fleet's API meanwhile; None: do not serve it.
     """
     is_alone = len(roles) == 1
-    logging.basicConfig(  # with all roles, only problems are logged: the news cover the rest
+    logging.basicConfig(  # with all roles, only problems are logged: the event listener prints the rest
         level=logging.INFO if is_alone else logging.WARNING,
         format="%(asctime)s %(levelname)-7s "
         + ("%(name)s: %(message)s" if is_alone else "%(message)s"),

@@ -341,7 +341,7 @@ class EngineCore:
         ask = getattr(run.sampler, "prompt_logprobs", None)
         if ask is None:
             raise UsageError(
-                "The log-probabilities of a prompt (echo with logprobs) cannot be had from this run's sampler. Leave echo out, or start "
+                "Log-probabilities of a prompt (echo with logprobs) are not available from this run's sampler. Leave echo out, or start "
                 "the server with sampler.engine torch or vllm and no other model.backend."
             )
         return await ask(ids, request.prompt_logprobs)

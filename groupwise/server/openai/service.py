@@ -183,7 +183,7 @@ class OpenAIService:
         names = (
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
-        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
+        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be downloaded (GET /model)."
         return Refusal("unknown_model", problem, field="model")
 
     # --- kept responses --------------------------------------------------------------------------

@@ -357,7 +357,7 @@ class Conductor:
     # --- recovery ---------------------------------------------------------------------------------
 
     async def _recover(self) -> Engine:
-        """Start a new engine and bring the run back to where it was."""
+        """Start a new engine and restore the run."""
         if self._stop_reason is None:
             self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._open_request)

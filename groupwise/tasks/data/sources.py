@@ -316,7 +316,7 @@ def _read_csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
             if cells and len(cells) != len(header):
                 raise TaskError(
                     f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
-                    'separators or line breaks stands in quotes, "like, this".'
+                    'separators or line breaks must be in quotes, "like, this".'
                 )
             if cells:
                 yield dict(zip(header, cells, strict=True))

@@ -119,7 +119,7 @@ class BenchmarkOnCheckpoint(Callback):
             raise ValueError("`task_module` and `overrides` belong to `config`.")
         if command and not any("{output}" in argument for argument in command):
             raise ValueError(
-                "the command does not say {output}, the JSON file that it is to write."
+                "the command does not contain {output}, the path of the JSON file to write."
             )
         if max_processes < 1 or time_limit <= 0:
             raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")

@@ -91,7 +91,7 @@ async def load_policy(run: Run, policy: Policy) -> None:
 
 
 async def load_into_sampler(run: Run, policy: Policy) -> None:
-    """See `load_policy`; the caller makes sure that nothing is being sampled. Raises PolicyMismatchError."""
+    """See `load_policy`; the caller ensures that nothing is being sampled. Raises PolicyMismatchError."""
     started_at = time.perf_counter()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from groupwise.algorithms.advantages import tied
+from groupwise.algorithms.advantages import all_equal
 from groupwise.core.types import Group
 from groupwise.runs.advice import DISTILLATION, DISTINCT
 from groupwise.training.evaluation.measures import distinct_share
@@ -188,7 +188,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     # There is nothing to compare within a group.
     if all(len(group.rollouts) == 1 for group in groups):
         return mean
-    ties = [tied(rewards) for rewards in scored_groups]
+    ties = [all_equal(rewards) for rewards in scored_groups]
     return {
         **mean,
         "reward_std": fmean(_std(rewards) for rewards in scored_groups),

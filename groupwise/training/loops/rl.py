@@ -8,7 +8,7 @@
 the weights that sampled it, and the loop stops if these are not the ones that the schedule prescribes.
 
 The examples of a draw and all random numbers follow from the config's seed and the number of the draw. So the complete state of a run is
-its weights, the optimiser's state and its position (`Run.position`).
+its weights, the optimiser's state and its position (`Run.state`).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Weights:
 def check_command(command: Sequence[str]) -> None:
     """Raise UsageError for a command that could not serve a policy here."""
     if not any(PORT in argument for argument in command):
-        raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
+        raise UsageError(f"the command that serves does not contain {PORT}, the port to serve on.")
     if not any(placeholder in argument for argument in command for placeholder in WEIGHTS):
         raise UsageError(
             f"the command that serves says neither {' nor '.join(WEIGHTS)}, so it would serve something else."

@@ -49,7 +49,7 @@ def made(**values: Any) -> TrainingConfig:
         ({"backend": "jax"}, "one of auto, torch, tunix"),
         ({"report_to": ("wandbb",)}, "tensorboard, wandb"),
         ({"reasoning_start": ""}, "one of them is empty"),
-        ({"solution_end": "<answer>"}, "cannot be told apart"),
+        ({"solution_end": "<answer>"}, "cannot be distinguished"),
         ({"lora_alpha": 1.5}, "lora_alpha is 1.5"),
         ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs"'),
         ({"overrides": {"training.weigt_decay": 1}}, "training.weight_decay"),

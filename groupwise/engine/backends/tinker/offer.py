@@ -1,4 +1,4 @@
-"""What a Tinker service computes, as far as services differ: most say nothing of it, and are taken to do what Tinker's documents say.
+"""What a Tinker service computes, as far as services differ: most do not report it, and are assumed to do what Tinker's documentation says.
 
 SkyRL's server publishes the schema of its bodies (`/openapi.json`), which names its losses and the fields that it reads. It is known by the
 title of that document. Its engine `jax` divides the loss of a datum by the sum of its weights, 1 for each target where a loss has none, and

@@ -161,11 +161,11 @@ def test_a_failure_is_reported_with_the_log_and_the_run_continues(folder, caplog
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({}, "give either `command`"), ({"command": ("x",)}, "does not say {output}"),
+    ({}, "give either `command`"), ({"command": ("x",)}, "does not contain {output}"),
     ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
     ({"suites": ("math_500",)}, "give `serve`, a list of words"),
     ({"suites": ("maths",), "serve": SERVE}, "no suite 'maths'.*There are math_500, aime24"),
-    ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not say {port}"),
+    ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not contain {port}"),
     ({"suites": ("lcb",), "serve": (*PYTHON, "{port}")}, "neither {policy} nor {merged}"),
     ({"suites": ("lcb",), "serve": SERVE, "command": ("x",)}, "give either `command`"),
     ({"suites": ("lcb",), "endpoint": "http://x"}, "not the checkpoints of this run"),
