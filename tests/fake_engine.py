@@ -736,7 +736,7 @@ def _check(settings: _Settings, request: OpenRun) -> None:
 def _check_plan(run: _Run, plan: Plan) -> None:
     if plan.step != run.step:
         raise RunError(
-            f"The plan is for step {plan.step + 1}, but the run stands after {run.step} steps."
+            f"The plan is for step {plan.step + 1}, but the run has taken {run.step} steps."
         )
     if run.step >= run.settings.max_steps:
         raise RunError(f"All {run.settings.max_steps} steps of the run are done.")

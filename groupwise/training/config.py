@@ -98,7 +98,7 @@ class AlgorithmConfig(Strict):
     type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
-        "Published settings by name: a type and values for its keys. Keys beside it override them.",
+        "Published settings by name: a type and values for its keys. Other keys of this section override them.",
         on_resume="free",
     )
 

@@ -65,7 +65,7 @@ class LaunchCommand(Command):
                     [*launcher_args[:first], "--", *launcher_args[first:]]
                 )
                 raise UsageError(
-                    f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"
+                    f"put the command to run after `--`, and the launcher's own options before it: {corrected}"
                 )
         elif job_command.script is not None:
             launcher_args = [*launcher_args, SCRIPT, job_command.script]

@@ -231,7 +231,7 @@ def _tokens_after(
     tail = text_ids(tokenizer, text[len(prefix) :])
     if tokenizer.decode([*opening, *tail]) != tokenizer.decode(list(ids)):
         raise TaskError(
-            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised apart from what stands before it, "
+            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised separately from the text before it, "
             f"{_short_repr(prefix[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
             "space or a line break."
         )

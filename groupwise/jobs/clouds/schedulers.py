@@ -273,7 +273,7 @@ def resources_of(words: Iterable[str], gpu_model: str | None = None) -> dict[str
         if name in OWN_OPTIONS:
             raise UsageError(f"--resource {word}: this one is asked for by {OWN_OPTIONS[name]}.")
         if name in resources:
-            raise UsageError(f"--resource {word}: {name} stands there twice.")
+            raise UsageError(f"--resource {word}: {name} is repeated.")
         resources[name] = amount
     if gpu_model:
         resources.setdefault(f"accelerator_type:{gpu_model}", ACCELERATOR_TYPE_AMOUNT)

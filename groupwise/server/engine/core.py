@@ -463,7 +463,7 @@ class EngineCore:
             run = self._loaded_run.run
             if plan.step != run.step:
                 raise UsageError(
-                    f"The plan is for step {plan.step + 1}, but the run stands after {run.step} steps."
+                    f"The plan is for step {plan.step + 1}, but the run has taken {run.step} steps."
                 )
             run.timings = Timings()
             shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]

@@ -133,7 +133,7 @@ class EngineModels:
                 _refuse_other_base(request.base, shared.model.name, f"the run {shared.name}")
                 if self._opened is None and shared.trains_all:
                     raise FullFineTuning(
-                        f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. "
+                        f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained meanwhile. "
                         "Stop it first, or have it train an adapter."
                     )
             if self._opened is None and shared is not None:

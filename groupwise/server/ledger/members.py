@@ -7,7 +7,7 @@ acknowledged; with the reward of the last member the group itself is rewarded, a
 first, the group is rewarded with the existing rewards, and members without one count as failed: an acknowledged reward is never lost.
 
 A member may also be a trajectory of several calls; `groupwise.server.ledger.trajectories` opens such groups. Their calls are named
-`g-<id>-<position>-<turn>`, and each of these names stands for the whole trajectory when a reward is posted.
+`g-<id>-<position>-<turn>`, and each of these names means the whole trajectory when a reward is posted.
 
 In all other respects it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded
 as a whole by a client that knows all of them.

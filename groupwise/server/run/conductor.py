@@ -370,7 +370,7 @@ class Conductor:
                 await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)
         if opened.step > await self._ledger.do(steps.next_step, opened.run):
             raise UsageError(
-                f"The run {opened.run} stands after {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
+                f"The run {opened.run} has taken {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
                 "Restore the one that belongs to the run."
             )
         exact = True

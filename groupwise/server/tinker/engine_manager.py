@@ -395,7 +395,7 @@ class TinkerEngineManager:
                 )
             return loaded
         if not isinstance(engine, CallableEngine):
-            raise UsageError("The engine of the active run trains nothing beside it.")
+            raise UsageError("The engine of the active run trains nothing else.")
         try:
             return await self._open_base(engine, model_source, run)
         except EngineLost:

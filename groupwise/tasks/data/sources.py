@@ -230,7 +230,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
                 return [saved_folder / entry["filename"] for entry in files]
             case files:
                 raise TaskError(
-                    f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
+                    f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, in the same folder."
                 )
     candidates = [
         file for directory in (folder, folder / "data") for file in sorted(directory.glob("*"))

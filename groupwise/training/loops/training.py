@@ -96,7 +96,7 @@ class Training:
         self.progress.note(text)
 
     def state(self) -> dict[str, Any]:
-        """What of the run a checkpoint keeps beside weights and optimiser, as plain JSON."""
+        """The part of the run's state that a checkpoint stores in addition to weights and optimiser, as plain JSON."""
         return {
             "step": self.step,
             "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},

@@ -2,7 +2,7 @@
 
 service.py   the connection: address, key, errors
 losses.py    our losses as the service's, and our statistics of what it computed
-saved.py     the file that stands for weights in a run's folders
+saved.py     the file that represents weights in a run's folders
 
 The loop, the rewards, the record and the checkpoints are those of every run. The service has model, adapter and optimiser. A publication is
 a snapshot of the adapter for a sampling client. A checkpoint names a state of adapter and optimiser that the service has saved. Token ids
