@@ -25,7 +25,7 @@ esac
 """
 
 
-class Desk:
+class BuildFolder:
     """A working folder with its order, and a Python that does what a test wants."""
 
     def __init__(self, folder: Path) -> None:
