@@ -1,4 +1,5 @@
-"""`groupwise launch aws`, typed, against moto, where a real sshd stands in for machines; and that none of these is left, whatever fails.
+"""`groupwise launch aws` as a user types it, against moto, with a real sshd in place of instances. Whatever fails, no instance is left
+running.
 
 1. The machine is exactly the one that was described; nothing secret is in what AWS keeps of it.
 2. Whatever fails between its start and the job's beginning ends it, Ctrl-C too; an answer that was lost does not hide it.

@@ -1,4 +1,4 @@
-"""The calls of the real Modal, with Modal's own client and a server of this machine: what is deployed, and what calls carry."""
+"""Our calls of Modal, by Modal's own client against a local server: what is deployed, and the arguments of calls."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""`groupwise launch ssh`, typed, with a real sshd: whom it trusts, and an environment that a real pip makes there."""
+"""`groupwise launch ssh` as a user types it, with a real sshd: which host keys it trusts, and an environment that a real pip installs
+there."""
 
 import dataclasses
 import json

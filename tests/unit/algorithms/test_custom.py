@@ -1,4 +1,4 @@
-"""Algorithms in a file of one's own: how they are named, kept, and refused."""
+"""Algorithms in a user's file: how they are named, cached, and refused."""
 
 from __future__ import annotations
 

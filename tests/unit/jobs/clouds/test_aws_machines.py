@@ -1,4 +1,4 @@
-"""What a rented machine does as it starts: its own end is armed before anything can fail, and again at every start."""
+"""What a rented machine does when it starts: its own end is scheduled before anything can fail, and again at every start."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""Whose turn it is: asked twice, late, by others, and after a coordinator or a container that was killed in between."""
+"""The coordinator assigns turns: requests come twice, late, from other calls, and after a coordinator or a container was killed in
+between."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A dispatcher on a real database and machines of this process: whatever goes wrong, the history keeps every promise.
+"""A dispatcher on a real database and fake machines: whatever fails, the history satisfies every guarantee.
 
 Each test ends with a check of its history by `tests/history_checker.py`, which uses no code of the dispatcher.
 """

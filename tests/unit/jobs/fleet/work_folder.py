@@ -1,4 +1,4 @@
-"""A machine with one attempt on it whose log and files a test writes, for tests of what fetches them."""
+"""A machine with one attempt whose log and files a test writes, for tests of fetching."""
 
 import hashlib
 import itertools

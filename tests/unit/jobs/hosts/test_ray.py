@@ -1,4 +1,4 @@
-"""What is made of Ray's answers, and what Ray is told."""
+"""How Ray's answers are interpreted, and what Ray is asked."""
 
 import json
 from dataclasses import replace

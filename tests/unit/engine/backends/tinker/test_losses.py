@@ -1,4 +1,4 @@
-"""What the service is asked to compute is our loss, in value and gradient; what it computed becomes our sums."""
+"""The service is asked to compute our loss, in value and gradient; its results become our sums."""
 
 from __future__ import annotations
 

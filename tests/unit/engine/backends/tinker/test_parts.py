@@ -1,4 +1,4 @@
-"""Sampler and learner, over a stand-in for the tinker package that writes down what it is asked."""
+"""Sampler and learner, over a stand-in for the tinker package that records its calls."""
 
 from __future__ import annotations
 

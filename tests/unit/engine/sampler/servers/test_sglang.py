@@ -1,4 +1,4 @@
-"""SGLang's servers behind the port of vLLM's: adapters, drawing, a server that is started anew, and answers that are none."""
+"""SGLang's servers behind the same interface as vLLM's: adapters, sampling, a restarted server, and unusable answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One long poll for each machine: who is told what, and whose deadman is kept quiet."""
+"""One long poll for each machine: which listeners it notifies, and which deadmen it keeps from expiring."""
 
 import asyncio
 from collections.abc import AsyncIterator

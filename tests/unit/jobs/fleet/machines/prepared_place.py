@@ -1,4 +1,4 @@
-"""A machine that is prepared in tests: by its real runner, with a program that plays Python and pip there."""
+"""A machine that tests prepare by its real runner, with a program in place of Python and pip."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is done on the machine, with a program that plays Python and pip: no half of an environment is ever taken for whole."""
+"""The builder on the machine, with a program in place of Python and pip: half an environment is never used as a whole one."""
 
 import ast
 import fcntl

@@ -1,4 +1,4 @@
-"""A machine is prepared: by the real runner on this machine, with a program that plays Python and pip there."""
+"""A machine is prepared by the real runner on this machine, with a program in place of Python and pip."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""What happened, in order. Who commits late is in `tests/integration/fleet/test_events.py`."""
+"""Events in order. Late commits are in `tests/integration/fleet/test_events.py`."""
 
 from collections.abc import Callable
 
