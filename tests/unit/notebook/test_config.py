@@ -1,4 +1,5 @@
-"""The config of a notebook: checked at once, worded for people, closed once a session has it, and silent about credentials."""
+"""The config of a notebook: validated at once, with messages for people, frozen once a session has it, and without credentials in any
+output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints carry of their run:
+"""What checkpoints contain of their run:
 
 1. the newest one alone, copied elsewhere by its manifest, is a run again, with the whole record;
 2. what it carries costs no disk, is hashed once, and is never changed;

@@ -1,4 +1,4 @@
-"""Attempts that an engine begins: laid out, waiting with a token that one taker gets, begun in the foreground by `begin.sh`.
+"""Attempts that an engine starts: laid out, waiting with a token that only one process gets, and run in the foreground by `begin.sh`.
 
 The engine of these tests is whoever runs that script.
 """

@@ -1,4 +1,4 @@
-"""What is made of the words of Slurm's programs, and of an attempt whose supervisor is not seen from here."""
+"""How the output of Slurm's programs is interpreted, and attempts whose supervisor is not visible from here."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What counts as a test, and which names are looked for in the solution; how they run is tested with the reward itself."""
+"""What counts as a test, and which names come from the solution; how they run is tested with the reward itself."""
 
 import ast
 

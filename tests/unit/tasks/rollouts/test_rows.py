@@ -1,4 +1,4 @@
-"""Rows hold what was sampled, token for token, and only the policy's tokens teach."""
+"""Rows hold what was sampled, token for token, and only the policy's tokens are trained on."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Checkpoints evaluated by other processes: how many at once, what is recorded, what is done again and what is not."""
+"""Checkpoints evaluated by other processes: how many at once, what is recorded, what is repeated and what is not."""
 
 from __future__ import annotations
 

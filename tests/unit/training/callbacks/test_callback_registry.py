@@ -1,4 +1,4 @@
-"""What may stand under `callbacks`, and one message for each thing that may not."""
+"""What may be listed under `callbacks`, and one message for each thing that may not."""
 
 import importlib.metadata
 import sys

@@ -1,4 +1,4 @@
-"""The free schedule's choice: full steps, nobody too old, nobody left behind, whatever is finished first."""
+"""The free schedule's choice: full steps, no group too old, none left behind, whichever finishes first."""
 
 from __future__ import annotations
 
