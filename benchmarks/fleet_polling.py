@@ -33,7 +33,7 @@ from groupwise.jobs.fleet.poller import Pace, Poller
 from groupwise.jobs.fleet.store import database as databases
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM
-from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
+from groupwise.jobs.hosts.host import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 GPUS = 8
 THINKING = 0.02

@@ -1,4 +1,4 @@
-"""Tokenizers for tests, no hub: with a token for each character and marker of chat templates; and of bytes, as published models have."""
+"""Tokenizers for tests without the hub: one token for each character and chat marker, and byte-level ones, as published models have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>", "deeps
 
 
 def chat_tokenizer(family: str) -> Any:
-    """A tokenizer over single characters with the template and special tokens of a family; its last one ends a turn."""
+    """A tokenizer over single characters with a family's template and special tokens; the last special token ends a turn."""
     special = SPECIAL[family]
     vocabulary = {token: number for number, token in enumerate(string.printable)}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="\x0c"))
@@ -50,7 +50,7 @@ def chat_tokenizer(family: str) -> Any:
 
 
 def byte_level_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Any:
-    """A vocabulary of bytes and these merges, with special tokens and one of another kind."""
+    """A byte-level tokenizer with these merges, special tokens, and one added token that is not special."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     plain = Tokenizer(
         models.BPE({text: n for n, text in enumerate(words)}, [*merges], continuing_subword_prefix="", end_of_word_suffix="")
@@ -63,7 +63,7 @@ def byte_level_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Any:
 
 
 def piece_tokenizer(special: Sequence[str]) -> Any:
-    """Pieces as of SentencePiece, with a token for each byte: special tokens stand in the vocabulary, as published models have them."""
+    """A tokenizer of pieces, as SentencePiece makes them, with a token for each byte; special tokens are in the vocabulary."""
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("▁", "▁")]
     letters = [*string.ascii_letters, *string.digits, *".,?!<>|_[]/'", "▁", "\n", "é"]
     words = [*special, *(f"<0x{n:02X}>" for n in range(256)), *letters, *("".join(pair) for pair in merges)]  # fmt: skip
@@ -81,7 +81,7 @@ def piece_tokenizer(special: Sequence[str]) -> Any:
 
 
 def starting_with(plain: Any, token: str) -> Any:
-    """A post-processor that puts this token before a text, as published models have it."""
+    """A post-processor that puts this token before each text, as in published models."""
     return processors.TemplateProcessing(
         single=f"{token} $A",
         pair=f"{token} $A {token}:1 $B:1",
@@ -92,7 +92,7 @@ def starting_with(plain: Any, token: str) -> Any:
 def write_published_tokenizer(
     folder: Path, plain: Any, config: dict[str, Any], model_type: str
 ) -> None:
-    """Files as releases of transformers before the fifth wrote them: most tokenizers of the hub are such."""
+    """Write a tokenizer's files as transformers before version 5 wrote them, like most tokenizers on the hub."""
     tokens = {
         str(number): {
             name: getattr(token, name)
@@ -112,7 +112,7 @@ def write_published_tokenizer(
 
 
 def write_qwen_tokenizer(folder: Path, template: str) -> None:
-    """Files as the hub has them of Qwen2.5 and Qwen3: with keys that only older releases of transformers write."""
+    """Write a tokenizer's files as the hub has them for Qwen2.5 and Qwen3, with keys that only older releases of transformers write."""
     plain = byte_level_tokenizer([("a", "b"), ("Ġ", "a"), ("1", "2")])
     plain.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False)
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")

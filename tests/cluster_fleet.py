@@ -66,7 +66,7 @@ class ClusterFleet:
         self.cluster_log = cluster_log
         self.pace = pace
         self.told = folder / "told"
-        """Every execution appends a line to it."""
+        """The file to which every execution appends a line."""
         self.hosts = Hosts()
         self._playing: dict[GlobalJobDispatcher | Poller, asyncio.Task[None]] = {}
 
@@ -77,7 +77,7 @@ class ClusterFleet:
         self.database.run(lambda s: machines.add(s, SOMEBODY, new))
 
     def begin(self, hook: Hook = nothing) -> None:
-        """A dispatcher, and the poller unless there is one."""
+        """Start a dispatcher, and the poller if none runs."""
         if not any(isinstance(each, Poller) for each in self._playing):
             poller = Poller(self.database, pace=self.pace, rng=NoJitter())
             self._playing[poller] = asyncio.create_task(poller.run())
@@ -102,7 +102,7 @@ class ClusterFleet:
         await self.hosts.close()
 
     async def until_dead(self) -> None:
-        """The dispatcher whose hook says so."""
+        """Wait until the dispatcher has died by its hook; then all its leases run out."""
         [task] = [t for each, t in self._playing.items() if not isinstance(each, Poller)]
         await asyncio.wait([task], timeout=TIMEOUT_S)
         assert isinstance(task.exception(), BaseExceptionGroup | Death)
@@ -147,14 +147,14 @@ class ClusterFleet:
         return self.database.read(lambda s: machines.show(s, SOMEBODY, name))
 
     def attempts(self, job_id: str) -> list[dict[str, Any]]:
-        """The oldest first."""
+        """The job's attempts, the oldest first."""
         return sorted(self.job(job_id)["attempts"], key=lambda each: each["epoch"])
 
     def states(self, job_id: str) -> list[str]:
         return [each["state"] for each in self.attempts(job_id)]
 
     def ends(self, job_id: str) -> list[tuple[str | None, str | None, bool | None]]:
-        """Of its attempts: outcome, class of failure, whether that is charged."""
+        """For each of the job's attempts: outcome, failure class, and whether the failure is charged."""
         found = self.attempts(job_id)
         return [(each["outcome"], each["failure_class"], each["charged"]) for each in found]
 
@@ -185,11 +185,11 @@ class ClusterFleet:
         return await self.until(lambda: word in said() and said(), f"{job_id} waits: {word}")
 
     async def until_looked_at(self, name: str) -> None:
-        """It takes jobs."""
+        """Wait until the machine accepts jobs."""
         await self.until(lambda: self.machine(name)["state"] == "ok", f"{name} is seen")
 
     async def until_saved(self) -> None:
-        """The job that `SAVES` has."""
+        """Wait until the job that runs `SAVES` has a checkpoint."""
         await self.until(lambda: self.told.exists() and self.told.read_text(), "it has saved")
 
     async def until_clean(self) -> None:

@@ -28,7 +28,7 @@ if IN_MEMORY is not None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
 gc.disable()
-"""Until the tests are collected: imports leave a million objects, which every full collection would look through."""
+"""Garbage collection is off until the tests are collected: imports leave a million objects, which every full collection would scan."""
 
 if "torch" in sys.modules:  # a plugin imported it before the variables above were set
     sys.modules["torch"].set_num_threads(1)
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    """Which part of the long lists this run tests."""
+    """The part of the long lists that this session tests."""
     return rotation.described()
 
 
@@ -87,7 +87,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules stay for good; a garbage collection that looks through them takes half a second, in forked children too."""
+    """Exclude imported modules from garbage collection: a collection that scans them takes half a second, in forked children too."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(
@@ -100,7 +100,7 @@ SUITES = (
     "agents", "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations",
     "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "versions", "vllm", "web",
 )  # fmt: skip
-"""What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
+"""The values of `make soak SUITE=…`; CONTRIBUTING.md says what each suite tests and how long it takes."""
 
 OWN_STAGES = {
     **{name: name for name in ("server", "notebook", "tunix", "launch", "environments", "web")},
@@ -113,7 +113,7 @@ STAGES = frozenset({*OWN_STAGES.values(), "fleet"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, all others in their order; and the marks of the stages."""
+    """Put slow files first, keep the order of the others, and add the marks of the stages."""
     positions = {name: n for n, name in enumerate(SLOWEST_FILES)}
     root = Path(__file__).parent
     # Worked out once for each file: of 8,500 tests that would take seconds, in every worker.
@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def check_timeout(item: pytest.Item) -> None:
-    """pyproject.toml says of the faulthandler that its timeout is longer than that of any test of CI."""
+    """Check that faulthandler's timeout in pyproject.toml is longer than the timeout of any test of CI."""
     marker = item.get_closest_marker("timeout")
     if marker and not any(map(item.get_closest_marker, ("soak", "gpu"))):
         longest = float(item.config.getini("faulthandler_timeout"))

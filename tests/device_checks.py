@@ -97,12 +97,12 @@ LAYOUT = DecodeLayout(slots=16, key_length=640)
 
 @dataclass(frozen=True)
 class DeviceCase:
-    """A device, and what the checks need there."""
+    """A device, and what the checks need on it."""
 
     device: torch.device
     make_record: Callable[[], Record]
     folder: Path
-    """An empty one."""
+    """An empty folder."""
     held: Callable[[], int]
     """Returns the bytes of all tensors on the device."""
 
@@ -174,7 +174,7 @@ def logits_are_near_those_of_transformers(case: DeviceCase, name: str, dtype: to
 
 @torch.inference_mode()
 def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[int, Tensor]]:
-    """Rows that come and go at random: of each token of each row what it is and its logits."""
+    """Decode rows that come and go at random; returns each row's tokens with their logits."""
     rng = random.Random(seed)
     engine.reset()
     prompts = [engine.prefill(text(length).tolist()) for length in (1, 9, 64, 65, 236)]
@@ -190,7 +190,7 @@ def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[i
 
 
 def recordings_change_no_bit(case: DeviceCase, name: str, dtype: torch.dtype) -> None:
-    """Of any token, whatever comes and goes, and after a new adapter."""
+    """Recorded CUDA graphs give the same bits for every token, whichever rows come and go, also after a new adapter."""
     weights = served(name, case.device, dtype, adapter=True)
     recorded = engine_of(weights, case.make_record)
     plain = engine_of(weights, lambda: lambda compute: compute)
@@ -248,7 +248,7 @@ def sampling_again_gives_the_same(case: DeviceCase, name: str, dtype: torch.dtyp
 
 
 def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that stop, that reach their length, that wait for a slot, that somebody gives up, and that need each token before the next."""
+    """Rows that stop, reach their length, wait for a slot, are cancelled, or need each token before the next."""
     weights = served("llama", case.device, torch.float32, adapter=True)
     penalised = LogitsProcessing(frequency_penalty=0.5)
     asked = [
@@ -296,7 +296,7 @@ def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPat
 
 
 def what_is_drawn_does_not_depend_on_the_device(case: DeviceCase) -> None:
-    """The same tokens of the same logits, at any temperature."""
+    """The same logits give the same tokens at any temperature."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 49152, generator=generator) * 4
     temperatures = torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(8)
@@ -322,7 +322,7 @@ def changed(weights: ServedWeights, seed: int, size: float = 0.1) -> dict[str, T
 def published(
     weights: ServedWeights, tensors: dict[str, Tensor], folder: Path, version: int
 ) -> Policy:
-    """A policy of these tensors, as a learner gives it out."""
+    """A policy of these tensors, as a learner publishes it."""
     is_adapter = isinstance(weights, ServedAdapter)
     place = folder / str(version)
     place.mkdir()
@@ -348,7 +348,7 @@ def memory_does_not_grow(case: DeviceCase, *, adapter: bool) -> None:
 
 
 def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: bool) -> None:
-    """If it is asked for; afterwards the same is drawn, and as much memory is held as before."""
+    """The cache is freed if that is configured; afterwards the same tokens are drawn, and the memory is what it was before."""
     weights = served("llama", case.device, torch.bfloat16, adapter=True)
     sampler = sampler_of(case, weights, frees_cache=frees_cache)
     engine = sampler._engine
@@ -358,7 +358,7 @@ def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: 
     wanted = generated(sampler, asked)
     for _ in range(3):
         full = case.held()
-        asyncio.run(sampler.rest())
+        asyncio.run(sampler.release_memory())
         freed = full - case.held()
         assert freed >= cache if frees_cache else freed == 0
         assert generated(sampler, asked) == wanted
@@ -371,7 +371,7 @@ def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: 
 def learner_of(
     name: str, device: torch.device, folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[TrainedAdapter, TorchLearner]:
-    """The same adapter each time, and its learner."""
+    """A learner with an adapter that is the same each time."""
     adapter = AdaptedModel(family(name, dtype=dtype).to(device), new_lora_config(LoraConfig(r=4)))
     weights = TrainedAdapter(adapter, seed=1)
     randomised(adapter, weights.name)
@@ -381,7 +381,7 @@ def learner_of(
 
 
 def updates_are_those_of_a_processor(case: DeviceCase) -> None:
-    """Of three updates from given gradients, before the last of which another learner reads a checkpoint."""
+    """Three updates from given gradients; before the last one another learner reads a checkpoint."""
     weights, learner = learner_of("llama", case.device, case.folder)
     wanted = {key: value.detach().cpu().clone() for key, value in weights.parameters().items()}
     reference = torch.optim.AdamW(wanted.values(), lr=0.01, weight_decay=0.1, foreach=True)
@@ -404,7 +404,7 @@ def updates_are_those_of_a_processor(case: DeviceCase) -> None:
 def gradients(
     name: str, device: torch.device, folder: Path, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Of a whole loss with respect to an adapter, on the CPU."""
+    """Gradients of a whole loss with respect to an adapter, moved to the CPU."""
     weights, learner = learner_of(name, device, folder, dtype)
     asyncio.run(learner.forward_backward(rows_of(below=90), EVERYTHING, TOTALS))
     return {
@@ -415,7 +415,7 @@ def gradients(
 
 
 def gradients_are_those_of_a_processor(case: DeviceCase, name: str) -> None:
-    """In float32, of every factor."""
+    """Gradients of every factor, in float32."""
     places = case.device, torch.device("cpu")
     found, wanted = (gradients(name, each, case.folder) for each in places)
     assert found.keys() == wanted.keys()
@@ -427,7 +427,7 @@ def gradients_are_those_of_a_processor(case: DeviceCase, name: str) -> None:
 
 
 def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -> None:
-    """Of products in bfloat16, as far as its eight bits go, to those of float32."""
+    """Gradients with products in bfloat16 agree with those of float32, within bfloat16's eight bits."""
 
     def computed(device: torch.device, dtype: Dtype) -> dict[str, Tensor]:
         weights = TrainedModel(family(name).to(device), dtype=dtype)
@@ -445,7 +445,7 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
 
 
 def gradients_repeat_to_the_bit(case: DeviceCase, dtype: Dtype, *, adapter: bool) -> None:
-    """Of texts so long that several parts of a kernel add to one query's gradient."""
+    """Texts are so long that several parts of a kernel add to one query's gradient."""
     ids = text(450).tolist()
 
     def row_of(length: int, advantage: float) -> Row:
@@ -482,7 +482,7 @@ def gradients_repeat_to_the_bit(case: DeviceCase, dtype: Dtype, *, adapter: bool
 def adapters_of_experts_have_the_gradients_of_a_processor(
     case: DeviceCase, dtype: torch.dtype
 ) -> None:
-    """Whose products are grouped by expert, of ranks that no tile fits."""
+    """Products are grouped by expert, and the ranks are no multiples of a tile."""
     chosen_NK = torch.randint(4, (33, 2), generator=torch.Generator().manual_seed(1))
     x_NH = torch.randn(33, SMALL["hidden_size"], generator=torch.Generator().manual_seed(2))
 
@@ -511,7 +511,7 @@ def adapters_of_experts_have_the_gradients_of_a_processor(
 
 
 def replayed_experts_have_the_gradients_of_a_processor(case: DeviceCase, dtype: Dtype) -> None:
-    """As far as rounding goes, because both use the same experts; those of the routers, too."""
+    """Gradients agree up to rounding, because both use the same experts; those of the routers, too."""
     config = Qwen3MoeConfig(**{**SMALL, **test_routing_replay.QWEN, "head_dim": 8})
     rows = [
         test_routing_replay.with_choices(
@@ -560,7 +560,7 @@ def one_head_of_keys_is_that_of_a_processor(case: DeviceCase, dtype: torch.dtype
 
 
 def tf32_rounds_gradients_only_a_little(case: DeviceCase, name: str) -> None:
-    """Of every factor they are near those of a processor, and further from them than with exact products."""
+    """Every factor's gradient is near that of a CPU, but not as near as with exact products."""
     wanted = gradients(name, torch.device("cpu"), case.folder)
 
     def distances() -> dict[str, float]:
@@ -710,7 +710,7 @@ def fused_modules_are_those_of_transformers(
 
 
 HEADS = ((6, 2, 16, True), (3, 1, 24, False), (2, 2, 128, False))
-"""Of queries and of keys, their size, and whether they are normed."""
+"""Number of query heads and of key heads, their size, and whether they are normed."""
 
 
 @torch.no_grad()
@@ -731,7 +731,7 @@ def kernels_with_products_are_those_of_torch(
 
 
 def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
-    """The same tokens, at any temperature; logits that are not numbers show in the log-probability."""
+    """The same tokens at any temperature; NaN logits give a NaN log-probability."""
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
@@ -855,7 +855,7 @@ def attention_to_pages_is_that_of_torch(
 def gaps(
     case: DeviceCase, trained: TrainedAdapter, tokenizer: Any, asked: Sequence[GroupRequest]
 ) -> Tensor:
-    """Of every sampled token, the sampler's log-probability minus the learner's."""
+    """For every sampled token, the sampler's log-probability minus the learner's."""
     weights = ServedAdapter(trained.adapted)
     learner = TorchLearner(
         trained, run="r", publish_folder=case.folder, max_tokens_per_microbatch=2000, seed=0

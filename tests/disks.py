@@ -1,4 +1,4 @@
-"""Small and unwritable disks, for what must hold when one is full. Only root may mount them."""
+"""Small and read-only disks, for tests with a full disk. Only root may mount them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Generator[Path, None, None]:
-    """A disk of this size (such as `1m`) at `path`; the test is skipped where none can be mounted."""
+    """Mount a disk of this size (such as `1m`) at `path`; the test is skipped if that is not possible."""
     path.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)],
@@ -31,7 +31,7 @@ def small_disk(path: Path, size: str) -> Generator[Path, None, None]:
 
 @contextmanager
 def read_only(path: Path) -> Generator[None, None, None]:
-    """A mounted disk that takes nothing for a while."""
+    """Make a mounted disk read-only inside the `with` block."""
     subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
     try:
         yield
@@ -40,7 +40,7 @@ def read_only(path: Path) -> Generator[None, None, None]:
 
 
 def fill(disk: Path, leave: int = 0) -> Path:
-    """Use all its room but so many bytes; the file that does it may be deleted."""
+    """Fill the disk up to `leave` free bytes, with a file that may be deleted."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         try:

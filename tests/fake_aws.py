@@ -51,63 +51,63 @@ def ec2_client() -> Ec2:
 
 @dataclass
 class FakeAws:
-    """An account in one region."""
+    """An AWS account in one region."""
 
     url: str
-    beside: str
-    """The URL of what moto does not have: the Price List Service, and quotas of EC2."""
+    other_url: str
+    """The URL of the services that moto does not have: the Price List Service, and EC2's quotas."""
     host: LoopbackHost
-    """What stands in for machines."""
+    """The sshd that stands in for every instance."""
     group: str = ""
-    says_key: bool = True
-    """Machines have come so far that their consoles say their keys."""
-    key_said: str | None = None
-    """By consoles, in place of the key that the machine has."""
+    shows_key: bool = True
+    """True: instances have booted far enough for their consoles to show their host keys."""
+    console_key: str | None = None
+    """The host key that consoles show; None: the machine's real one."""
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """Of RunInstances, as they came."""
+    """The parameters of all RunInstances requests, in order."""
     tokens: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
     prices: dict[str, float] = field(default_factory=lambda: {"g5.2xlarge": PRICE})
     quota: float = 64.0
-    """Virtual cores, whatever the family."""
+    """Quota in virtual cores, the same for each instance family."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """For programs that are to find it."""
+        """The environment variables by which programs find this AWS."""
         return {
-            "AWS_ENDPOINT_URL": self.url, "AWS_ENDPOINT_URL_PRICING": self.beside, "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.beside,
+            "AWS_ENDPOINT_URL": self.url, "AWS_ENDPOINT_URL_PRICING": self.other_url, "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.other_url,
             "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "example", "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }  # fmt: skip
 
     def sudo(self) -> list[list[str]]:
-        """What was done as root on what stands in for machines; none of it afterwards."""
+        """The commands that were run as root on instances since the last call."""
         path = self.host.home / "sudo-said"
         said = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
         return [line.split() for line in said]
 
     def ends_at(self, machine: str, moment: float) -> None:
-        """As if it had been started earlier."""
+        """Set the machine's deadline, as if it had been started earlier."""
         self.ec2.create_tags([machine], {"groupwise:deadline": f"{moment:.0f}"})
 
     def deadline(self, machine: str) -> float:
-        """That its tag tells."""
+        """The deadline in the machine's tag."""
         tags = {tag["key"]: tag["value"] for tag in self.ec2.get_instance(machine).get_tags()}
         return float(tags["groupwise:deadline"])
 
     @property
     def ec2(self) -> Any:
-        """What moto has stored."""
+        """The state of EC2 in moto."""
         from moto.ec2.models import ec2_backends
 
         return ec2_backends[ACCOUNT][REGION]
 
     def machines(self) -> list[Any]:
-        """All that were ever started."""
+        """All instances that were ever started."""
         return [*self.ec2.all_instances()]
 
     def living(self) -> list[str]:
-        """Those that cost money now."""
+        """The ids of the instances that cost money now."""
         return [each.id for each in self.machines() if each.state in ("running", "pending")]
 
     def interrupt_spot_instance(self, machine: str) -> None:
@@ -115,7 +115,7 @@ class FakeAws:
         self.ec2.get_instance(machine).state_reason.code = "Server.SpotInstanceTermination"
 
     def stored(self) -> str:
-        """All that it knows of machines, as text."""
+        """Everything that AWS stores about instances, as text."""
         kept = [
             [each.id, each.get_tags(), user_data_of(each), each.image_id]
             for each in self.machines()
@@ -132,23 +132,23 @@ class FakeAws:
     def backend(
         self, kept: Path, timeouts: AwsTimeouts = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
-        """A new way to it, as from the machine that keeps its records there."""
+        """A new backend, as on a machine whose job records are in the folder `kept`."""
         told = (ec2 or ec2_client(), self.access(**access), JobRecords(kept))
         return AwsBackend("aws", *told, owner="me@here", timeouts=timeouts)
 
 
-def said_on_console(key: str) -> str:
-    """As the script of `boot.py` prints it."""
+def console_line(key: str) -> str:
+    """The line with the host key, as the user data prints it on the console."""
     return f"<groupwise-host-key {key} {hashlib.sha256(key.encode()).hexdigest()}>"
 
 
 def user_data_of(machine: Any) -> str:
-    """What moto has kept of it."""
+    """The instance's user data, as moto stores it."""
     return base64.b64decode(str(machine.user_data)).decode()
 
 
-class _Beside(BaseHTTPRequestHandler):
-    """Answers as AWS does to two questions, in JSON."""
+class _OtherServices(BaseHTTPRequestHandler):
+    """Answers requests for quotas and prices in JSON, as AWS does."""
 
     cloud: FakeAws
 
@@ -183,8 +183,8 @@ class _Beside(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def _beside(found: FakeAws) -> Iterator[str]:
-    handler = type("Handler", (_Beside,), {"cloud": found})
+def _serve_others(found: FakeAws) -> Iterator[str]:
+    handler = type("Handler", (_OtherServices,), {"cloud": found})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -195,7 +195,7 @@ def _beside(found: FakeAws) -> Iterator[str]:
 
 @contextlib.contextmanager
 def cloud(host: LoopbackHost) -> Iterator[FakeAws]:
-    """One, with a key pair and a security group; its variables are those of this process meanwhile."""
+    """A fake AWS with a key pair and a security group. Inside the `with` block this process has its environment variables."""
     from moto.moto_api._internal.models import moto_api_backend
     from moto.server import ThreadedMotoServer
 
@@ -204,7 +204,7 @@ def cloud(host: LoopbackHost) -> Iterator[FakeAws]:
     _, port = server.get_host_and_port()
     found = FakeAws(f"http://127.0.0.1:{port}", "", host)
     with (
-        _beside(found) as found.beside,
+        _serve_others(found) as found.other_url,
         mock.patch.dict(os.environ, found.environment),
         _corrected(found),
     ):
@@ -224,7 +224,7 @@ SUDO = """\
 [ ! -e "$HOME/sudo-refuses" ] || { echo 'sudo: a password is required' >&2; exit 1; }
 echo "$*" >> "$HOME/sudo-said"
 """
-"""Of the stand-in, which has nothing to shut down."""
+"""The instances' `sudo`: it only records the command, because there is nothing to shut down."""
 
 
 def _create_resources(found: FakeAws) -> None:
@@ -260,7 +260,7 @@ def _create_resources(found: FakeAws) -> None:
 
 @contextlib.contextmanager
 def _corrected(found: FakeAws) -> Iterator[None]:
-    """moto as far as it is used here."""
+    """Patch moto where it differs from AWS."""
     from moto.core.responses import ActionResult
     from moto.ec2.exceptions import EC2ClientError
     from moto.ec2.models.instances import Instance
@@ -286,8 +286,8 @@ def _corrected(found: FakeAws) -> Iterator[None]:
         return answer
 
     def console(self: Any) -> Any:
-        key = found.key_said or found.host.host_key
-        said = f"boot\n{said_on_console(key)}\n" if found.says_key else "boot\n"
+        key = found.console_key or found.host.host_key
+        said = f"boot\n{console_line(key)}\n" if found.shows_key else "boot\n"
         output = Base64EncodedString.from_raw_string(said)
         return ActionResult({"InstanceId": self._get_param("InstanceId"), "Output": output})
 

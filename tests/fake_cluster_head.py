@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from groupwise.jobs.hosts.port import Request, RunnerResponse
+from groupwise.jobs.hosts.host import Request, RunnerResponse
 
 ATTEMPT = {"job": "j", "epoch": 1, "place": "0123abcd99", "folder": "/srv/attempts/j.1"}
 WAITS = {"state": "queued", "same_boot": False, "age": 0.0}
 
 
 class Head:
-    """Subclasses say in `ran` what a program of the cluster (sbatch, the Ray API) prints and returns."""
+    """Subclasses return from `ran` what a program of the cluster (sbatch, the Ray API) prints, and its exit code."""
 
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = {**ATTEMPT, **WAITS, **state}

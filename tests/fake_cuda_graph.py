@@ -20,7 +20,7 @@ PROGRAM_MEMORY = ("aten::lift_fresh", "aten::pin_memory", "aten::set_", "aten::r
 
 
 class NotRecordableError(Exception):
-    """What a capture of a CUDA graph would refuse."""
+    """The capture of a CUDA graph would refuse this operation."""
 
 
 class FakeCudaGraph:
@@ -31,7 +31,7 @@ class FakeCudaGraph:
         self.replays = 0
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`compute`, recorded."""
+        """Record `compute`."""
         self.recordings += 1
         compute()  # apart, as before a capture
         with _Recorder() as recorder:
@@ -47,7 +47,7 @@ class FakeCudaGraph:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps operations with the very tensors that they took and gave."""
+    """Records operations with the tensors that they read and wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +74,13 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def forget(self) -> None:
-        """Nothing that was made while recording is there any more."""
+        """Overwrite every tensor that was made while recording."""
         for each in self._own.values():
             whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
             whole.fill_(torch.nan if each.dtype.is_floating_point or each.is_complex() else 0)
 
     def replay(self) -> None:
-        """Do the same again, with the same memory."""
+        """Repeat the operations on the same memory."""
         for func, args, kwargs, fresh in self._steps:
             found = _tensors(func(*args, **kwargs))
             for number, mine in fresh.items():

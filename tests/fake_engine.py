@@ -118,7 +118,7 @@ class Fault:
     step: int | None = None
     """Limits a fault of `step` to the plan of this step."""
     once: str | None = None
-    """A file that is made when it happens; if it exists, the fault has happened, in this process or in an earlier one."""
+    """A file that is created when the fault happens; if it exists, the fault has happened before, perhaps in an earlier process."""
     message: str = "A fault was asked for."
 
     def __post_init__(self) -> None:
@@ -171,9 +171,9 @@ class _Run:
     sampler: FakeSampler
     policy: Policy
     manifests: list[StepRecord]
-    """Records of the steps that stand."""
+    """Records of the committed steps."""
     metrics: _Metrics
-    """Metrics by step, also of those that the opening has undone."""
+    """Metrics by step, also of steps that a resume has undone."""
     closed: bool = False
 
     @property
@@ -193,7 +193,7 @@ class _Request:
 
     completions: tuple[Completion, ...] = ()
     shown: int = 0
-    """Tokens of each that have been written by now."""
+    """Number of tokens of each completion that have been written so far."""
 
 
 class FakeEngine:
@@ -222,7 +222,7 @@ class FakeEngine:
         self._phase = "idle"
         self._sampled_tokens = 0
         self._reason: str | None = None
-        """Why nothing can be called any more."""
+        """The reason why no call is possible any more."""
         self._over = asyncio.Event()
         self._died = asyncio.Event()
 
@@ -292,7 +292,7 @@ class FakeEngine:
     async def _called(
         self, verb: Verb, do: Callable[..., Any], *arguments: Any, step: int | None = None
     ) -> Any:
-        """The call, unless the engine is lost before it is answered; then whatever it was doing goes on no further."""
+        """Run the call. If the engine is lost before the answer, the call is cancelled."""
         self._check_alive()
         self.calls[verb] += 1
         point = _Points(self, verb, self.calls[verb], step)
@@ -422,7 +422,7 @@ class FakeEngine:
         return sampled
 
     async def _show(self, request: _Request) -> None:
-        """Let the tokens appear one after another."""
+        """Make the tokens appear one after another."""
         if not self._pace or not request.completions:
             return
         for shown in range(1, max(len(each.token_ids) for each in request.completions) + 1):
@@ -544,18 +544,18 @@ class FakeEngine:
         return Probe(self._phase, None, len(self._requests), self._sampled_tokens)
 
     async def _close(self, _: _Points) -> None:
-        """Nothing is held open; what is under way ends afterwards."""
+        """No file is held open; calls in progress end afterwards."""
 
     @property
     def _current(self) -> _Run:
-        """The run, for sampling."""
+        """The open run, for calls that sample."""
         if self._run is None:
             raise UsageError("No run is open in this engine.")
         return self._run
 
     @property
     def _learning(self) -> _Run:
-        """The run, for what writes to it."""
+        """The open run, for calls that write to it."""
         if self._current.closed:
             raise UsageError(f"The run {self._current.folder.name} is closed.")
         return self._current
@@ -592,7 +592,7 @@ class _Points:
 
 
 def make() -> FakeEngine:
-    """The engine that the environment describes; see the module."""
+    """The engine that the environment variables describe; see the module."""
     given = json.loads(os.environ.get(VARIABLE, "{}"))
     faults = [Fault(**each) for each in given.pop("faults", ())]
     return FakeEngine(faults, **given, ends_process=True)
@@ -640,7 +640,7 @@ def _write_table(folder: Path, table: Sequence[float]) -> None:
 
 
 def _stored(folder: Path) -> tuple[tuple[StepRecord, ...], _Metrics, int]:
-    """All manifests of a run that is there, their metrics, and the step of its last checkpoint."""
+    """All manifests of an existing run, their metrics, and the step of its last checkpoint."""
     if not (folder / _RECORD).is_file():
         there = sorted(path.parent.name for path in folder.parent.glob(f"*/{_RECORD}"))
         raise RunNotFoundError(f"There is no run {folder.name}; there are: {', '.join(there)}.")
@@ -736,7 +736,7 @@ def _check(settings: _Settings, request: OpenRun) -> None:
 def _check_plan(run: _Run, plan: Plan) -> None:
     if plan.step != run.step:
         raise RunError(
-            f"The plan is for step {plan.step + 1}, but the run stands after {run.step} steps."
+            f"The plan is for step {plan.step + 1}, but the run has taken {run.step} steps."
         )
     if run.step >= run.settings.max_steps:
         raise RunError(f"All {run.settings.max_steps} steps of the run are done.")

@@ -1,7 +1,7 @@
 """Machines that exist only in this process: a faithful model of their runners, for tests of whatever drives jobs on machines.
 
 `FakeHosts` is a rack of them and the only clock: `tick` lets every command that runs do one unit of work. A `FakeHost` is a
-`groupwise.jobs.hosts.port.Host`. It keeps what a real runner keeps on disk (a folder for each attempt, the highest epoch of each job, exit
+`groupwise.jobs.hosts.host.Host`. It keeps what a real runner keeps on disk (a folder for each attempt, the highest epoch of each job, exit
 records, logs, who holds which GPU) apart from what a power cut takes away (processes). All verbs are safe to repeat, as the real ones are.
 
 What a command does is scripted: `scripts[job_id]` holds a `Script` for each of its attempts, the last one for all that follow. What goes
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostUnreachable,
     OutcomeUnknown,
     Request,
@@ -31,7 +31,7 @@ from groupwise.jobs.hosts.port import (
 
 PROTOCOL = 1
 GRACE_TICKS = 2
-"""How long a command that ignores TERM goes on until KILL."""
+"""Ticks until KILL for a command that ignores TERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +39,49 @@ class Script:
     """Script of one attempt's command."""
 
     ticks: int = 2
-    """Units of work before it exits; 0: it has exited as soon as it is looked at."""
+    """Units of work before it exits; 0: it has exited before the first observation."""
     code: int | None = 0
     signal: int | None = None
-    """Ends it instead of `code`."""
+    """The signal that ends it, instead of an exit with `code`."""
     tail: str = ""
-    """Its last words in the log."""
+    """The end of its log."""
     oom_kill: int = 0
     ignores_term: bool = False
     leaks: bool = False
-    """Leaves a process behind that holds its GPUs."""
+    """True: it leaves a process behind that holds its GPUs."""
     checkpoints: int = 0
     """Complete checkpoints that exist as soon as it runs; their content is never read."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Files that exist when it exits, relative to the work folder."""
     refusal: str | None = None
-    """Code with which the runner refuses to begin it."""
+    """Code with which the runner refuses to start it."""
 
 
 class Fault(StrEnum):
     """A fault in one call."""
 
     REQUEST_LOST = "request_lost"
-    """Nothing arrived; the caller does not know."""
+    """The request did not arrive, and the caller cannot know."""
     ANSWER_LOST = "answer_lost"
-    """It happened; the caller does not know."""
+    """The request was performed, and the caller cannot know."""
     UNREACHABLE = "unreachable"
-    """Nothing was sent, and the caller knows."""
+    """Nothing was sent, and the caller knows that."""
     LATE = "late"
-    """The caller gets no answer; it arrives when `deliver` is called."""
+    """The caller gets no answer, and the request arrives only when `deliver` is called."""
     NEVER = "never"
-    """No answer, until the caller gives up."""
+    """There is no answer until the caller gives up."""
     REFUSED = "refused"
-    """The runner says no."""
+    """The runner refuses."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """The command of an attempt, or what it left behind."""
+    """The command of an attempt, or a process that it left behind."""
 
     script: Script
     left: int
     ending: int | None = None
-    """Ticks until KILL; None: it is not being ended."""
+    """Ticks until KILL; None: nothing ends it."""
     why: str = "exited"
 
 
@@ -94,7 +94,7 @@ class _Folder:
     rank: int = 0
     members: int = 1
     begun: bool = False
-    """Its command has run."""
+    """True if its command has run."""
     state: str = "claimed"
     """voided, refused, or claimed; the rest follows from the processes and the exit record."""
     boot_id: str = ""
@@ -110,7 +110,7 @@ class _Folder:
     artefacts: dict[str, bytes] = field(default_factory=dict[str, bytes])
     checkpoints: int = 0
     step: int | None = None
-    """Step of the newest of these."""
+    """The step of the newest checkpoint."""
     deadman: float | None = None
     contact: float = 0.0
 
@@ -120,19 +120,19 @@ class _Folder:
 
     @property
     def holds(self) -> bool:
-        """Something of it is alive."""
+        """True if one of its processes is alive."""
         return self.process is not None or self.supervisor or self.leaked
 
 
 class FakeHosts:
-    """Several machines, their clock, their scripts and their history."""
+    """Several machines with one clock, their scripts and their history."""
 
     def __init__(self, machines: Mapping[str, Sequence[str]]) -> None:
         self.history: list[dict[str, Any]] = []
-        """One record for each thing that happened, in order."""
+        """One record for each event, in order."""
         self.scripts: dict[str, list[Script]] = {}
         self.now = 0.0
-        """Seconds; `advance` moves them. A tick takes no time."""
+        """The time in seconds; `advance` moves it. A tick takes no time."""
         self._attempts_seen: dict[str, list[int]] = {}
         self.hosts = {name: FakeHost(name, gpus, self) for name, gpus in machines.items()}
 
@@ -157,7 +157,7 @@ class FakeHosts:
         self.stir()
 
     def advance(self, seconds: float) -> None:
-        """Time passes; commands whose deadman has heard nothing for too long are ended."""
+        """Let time pass; commands without contact for longer than their deadman are ended."""
         self.now += seconds
         for host in self:
             host.strike()
@@ -169,7 +169,7 @@ class FakeHosts:
             host.wake()
 
     def record(self, what: str, **facts: Any) -> None:
-        """Append to the history; its place in the list is its time."""
+        """Append an event to the history; its index is its time."""
         self.history.append({"at": len(self.history), "what": what, **facts})
 
     def running(self) -> list[tuple[str, int]]:
@@ -183,7 +183,7 @@ class FakeHost:
     def __init__(self, name: str, gpus: Sequence[str], rack: FakeHosts) -> None:
         self.name = name
         self.gpus = list(gpus)
-        """UUIDs of those that its driver shows."""
+        """UUIDs of the GPUs that its driver shows."""
         self.foreign: set[str] = set()
         """GPUs that are used by others."""
         self.folders: dict[str, _Folder] = {}
@@ -192,15 +192,15 @@ class FakeHost:
         self.blobs: dict[str, bytes] = {}
         self.boots = 1
         self.place = f"root-of-{name}"
-        """The name of its root; another one stands for another folder, of whose attempts nothing is known here."""
+        """The name of its root folder. Under another name it knows no attempts of this one."""
         self.powered = True
         self.connected = True
         self.calls: list[Request] = []
-        """Everything that arrived."""
+        """All requests that arrived."""
         self.launches: list[Mapping[str, Any]] = []
         self._rack = rack
         self.refuses: str | None = None
-        """Code with which it refuses whatever is to begin there."""
+        """Code with which it refuses every launch."""
         self._faults: list[tuple[str, Fault]] = []
         self._late: list[Request] = []
         self._raw = {"log": self._log, "read": self._read, "gather": self._gather}
@@ -224,31 +224,31 @@ class FakeHost:
 
     @property
     def boot_id(self) -> str:
-        """Another one after each boot."""
+        """The boot id, a new one after each boot."""
         return f"{self.name}-boot-{self.boots}"
 
     def fail(self, verb: str, fault: Fault, times: int = 1) -> None:
-        """The next `times` calls of this verb go wrong."""
+        """Apply the fault to the next `times` calls of this verb."""
         self._faults += [(verb, fault)] * times
 
     def faultless(self) -> None:
-        """Nothing goes wrong any more by itself."""
+        """Remove all planned faults."""
         self._faults.clear()
 
     def cut(self) -> None:
-        """Cut the connection; what runs there goes on."""
+        """Cut the connection; jobs continue."""
         self.connected = False
         self._rack.record("cut", vm=self.name)
         self.wake()
 
     def heal(self) -> None:
-        """It can be reached again."""
+        """Make the machine reachable again."""
         self.connected = True
         self._rack.record("heal", vm=self.name)
         self.wake()
 
     def power_off(self) -> None:
-        """All processes are gone, and nothing was written down."""
+        """Kill all processes without any exit record."""
         self._rack.record("power_off", vm=self.name)
         self.powered = False
         for folder in self.folders.values():
@@ -256,14 +256,14 @@ class FakeHost:
         self.wake()
 
     def boot(self) -> None:
-        """It comes back with its disk."""
+        """Boot the machine again, with its disk."""
         self.boots += 1
         self.powered = True
         self._rack.record("boot", vm=self.name)
         self.wake()
 
     def kill_supervisor(self, job: str, epoch: int, *, child_too: bool = False) -> None:
-        """Kill the supervisor; the command runs on, unwatched, unless it dies too."""
+        """Kill the supervisor. The command continues without it, unless `child_too`."""
         folder = self.folders[f"{job}.{epoch}"]
         folder.supervisor = False
         self._rack.record("supervisor_killed", **self._who(folder))
@@ -273,7 +273,7 @@ class FakeHost:
         self.wake()
 
     def clean_up(self) -> None:
-        """Processes that were left behind end."""
+        """End the processes that were left behind."""
         for folder in self.folders.values():
             folder.leaked = False
         self.wake()
@@ -292,7 +292,7 @@ class FakeHost:
     # Work
 
     def tick(self) -> None:
-        """Let commands work, and end those that are done or were told to stop."""
+        """Let commands work, and end those that have finished or were told to stop."""
         for folder in list(self.folders.values()):
             process = folder.process
             if process is None:
@@ -309,7 +309,7 @@ class FakeHost:
                     )
 
     def strike(self) -> None:
-        """The deadman of each attempt that has one."""
+        """End the attempts whose deadman has expired."""
         for folder in self.folders.values():
             process = folder.process
             if process is None or folder.deadman is None or not folder.supervisor:
@@ -367,7 +367,7 @@ class FakeHost:
         self._rack.record("stop", **self._who(folder), code=code, why=why)
 
     def wake(self) -> None:
-        """Have waiting callers look again."""
+        """Wake the callers that wait for a change."""
         self._news.set()
 
     # The port
@@ -409,7 +409,7 @@ class FakeHost:
                 return
 
     async def close(self) -> None:
-        """Nothing is kept open."""
+        """There is nothing to close."""
 
     def _next_fault(self, verb: str) -> Fault | None:
         for index, (name, fault) in enumerate(self._faults):
@@ -419,7 +419,7 @@ class FakeHost:
         return None
 
     def perform(self, request: Request) -> RunnerResponse:
-        """The verb, at once and whole; no fault comes between."""
+        """Perform the request completely, without any fault."""
         self.calls.append(request)
         body = request.body
         if request.verb == "put":

@@ -28,7 +28,7 @@ from tests.fake_openai_server import listening
 
 TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors",)
-"""Names of files that go to the storage for large ones, by their ends."""
+"""Suffixes of files that go to the storage for large files."""
 
 Files = dict[str, bytes]
 Interference = Callable[[str, str], Awaitable[Response | None]]
@@ -36,7 +36,7 @@ Interference = Callable[[str, str], Awaitable[Response | None]]
 
 @dataclass(slots=True)
 class Repository:
-    """One of them: every commit with all of its files, and which commit each branch is at."""
+    """A repository: all commits with their files, and the commits of each branch."""
 
     private: bool
     commits: dict[str, Files] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Repository:
     """Commits of each branch, the newest last."""
 
     def files(self, branch: str = "main") -> Files:
-        """What a branch holds beside what the hub made."""
+        """The files of a branch, without those that the hub made."""
         found = self.commits[self.branches[branch][-1]]
         return {path: data for path, data in found.items() if path != ".gitattributes"}
 
 
 class Hub:
-    """What answers; see the module's text."""
+    """The hub; see the module."""
 
     def __init__(
         self, *, user: str = "me", orgs: tuple[str, ...] = (), role: str = "write"
@@ -59,7 +59,7 @@ class Hub:
         self.url = ""
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
-        """By SHA-256."""
+        """Large files by SHA-256."""
         self.asked: list[tuple[str, str]] = []
         self.interfere: Interference | None = None
         self._user, self._orgs, self._role = user, orgs, role
@@ -278,7 +278,7 @@ def serve_hub(hub: Hub) -> Generator[Hub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, token: str = TOKEN) -> None:
-    """Make this process use it, where huggingface_hub may have read its variables long ago."""
+    """Make this process use this hub, although huggingface_hub may have read its variables before."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_ENDPOINT", hub.url)

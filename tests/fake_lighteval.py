@@ -69,7 +69,7 @@ def read_task(asked: str) -> tuple[str, int]:
 
 
 def hang() -> None:
-    """Start a process that leaves the group, tell who both are, and wait for ever."""
+    """Start a process that leaves the group, write the ids of both, and wait for ever."""
     begun = [sys.executable, "-c", "import time; time.sleep(1000)"]
     other = subprocess.Popen(begun, start_new_session=True)
     Path("hanging.json.tmp").write_text(json.dumps([os.getpid(), other.pid]))

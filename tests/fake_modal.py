@@ -2,7 +2,7 @@
 
 Rules that it shares with Modal:
 
-    - One desk, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
+    - One coordinator, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
     - A call waits for a container (`hold`), runs in one, and is begun again with the same input in a new one, with an empty disk, when that
       is taken away: told with SIGINT and killed after a while (`preempt`), or without a word (`lose`).
     - A time-out counts from the beginning of a container, and kills. A cancelled call is told, then killed. With a container all that it
@@ -31,10 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from groupwise.jobs.clouds.modal.api import Call, Image, app_of
 from groupwise.jobs.clouds.modal.coordinator import answer
-from groupwise.jobs.clouds.modal.port import Call, Image, app_of
 from groupwise.jobs.clouds.modal.worker import ContainerContext, work
-from groupwise.jobs.hosts.port import RunnerRefused
+from groupwise.jobs.hosts.host import RunnerRefused
 
 THIS = "tests.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
@@ -43,19 +43,19 @@ RATES = {
     "gpu_hour_cost_l40s": 1.95, "gpu_hour_cost_a100_40gb": 2.1, "gpu_hour_cost_a100_80gb": 2.5, "gpu_hour_cost_rtx6000": 3.03,
     "gpu_hour_cost_h100": 3.95, "gpu_hour_cost_h200": 4.54, "gpu_hour_cost_b200": 6.25, "gpu_hour_cost_b300": 7.1,
 }  # fmt: skip
-"""As Modal gave them in September 2026."""
+"""Modal's prices in September 2026."""
 EMPTY: Mapping[str, str] = MappingProxyType({})
 TICK = 0.02
 GRACE = 30.0
 """Seconds between SIGINT and the end of a container."""
 KEEPER, CONTAINER = "modal-keeper", "modal-container"
-"""Process names: a container can be told from a call which it has spawned."""
+"""Process names, by which a container can be distinguished from a call that it has spawned."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
 class FakeModal:
-    """See `groupwise.jobs.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
+    """See `groupwise.jobs.clouds.modal.api.ModalApi`. All of one folder are the same Modal."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class FakeModal:
         owner: str | None = "somebody",
         secrets: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """`secrets`: of the workspace, by their names."""
+        """`secrets`: the workspace's secrets by name, each with its variables."""
         self.folder, self._owner, self._secrets = folder, owner, secrets or {}
-        for name in ("volume", "calls", "apps", "desk"):
+        for name in ("volume", "calls", "apps", "coordinator"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     async def workspace(self) -> str | None:
-        """See `ModalPort.workspace`."""
+        """See `ModalApi.workspace`."""
         return self._owner
 
     async def rates(self) -> Mapping[str, float] | None:
-        """See `ModalPort.rates`."""
+        """See `ModalApi.rates`."""
         return None if self._owner is None else RATES
 
     async def has_app(self, name: str) -> bool:
-        """See `ModalPort.has_app`."""
+        """See `ModalApi.has_app`."""
         return (self.folder / "apps" / name).exists()
 
     async def deploy(self, image: Image) -> None:
-        """See `ModalPort.deploy`. No image is made: the interpreter of its environment is that of this process."""
+        """See `ModalApi.deploy`. No image is made: the interpreter of its environment is that of this process."""
         python = self.environments / image.name / "bin/python"
         python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', "utf-8")
@@ -93,42 +93,42 @@ class FakeModal:
 
     @property
     def environments(self) -> Path:
-        """Where environments lie in its containers, which see the files of this machine."""
+        """The folder of environments in containers, which see the files of this machine."""
         return self.folder / "environments"
 
     async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
-        """See `ModalPort.call_coordinator`."""
-        return await in_thread(desk, self.folder, verb, *arguments)
+        """See `ModalApi.call_coordinator`."""
+        return await in_thread(coordinate, self.folder, verb, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
-        """See `ModalPort.spawn`."""
+        """See `ModalApi.spawn`."""
         await self.expect_secrets(call.named)
         named = {n: word for name in call.named for n, word in self._secrets[name].items()}
         return await in_thread(spawn, self.folder, call, secrets, named)
 
     async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
-        """See `ModalPort.expect_secrets`."""
+        """See `ModalApi.expect_secrets`."""
         for name, variables in variables_by_secret.items():
             there = self._secrets.get(name, {})
             if lacking := sorted({*variables} - there.keys()):
                 raise RunnerRefused("secret", f"Secret {name} has no {', '.join(lacking)}")
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`."""
+        """See `ModalApi.lives`."""
         place = self.folder / "calls" / call
         return place.exists() and not (place / "result").exists()
 
     async def cancel(self, call: str) -> None:
-        """See `ModalPort.cancel`."""
+        """See `ModalApi.cancel`."""
         self._tell(call, "cancel")
 
     async def close(self) -> None:
-        """See `ModalPort.close`."""
+        """See `ModalApi.close`."""
 
     # --- what befalls it --------------------------------------------------------------------------
 
     def hold(self, *, on: bool = True) -> None:
-        """No containers are free."""
+        """While this is on, no container is free."""
         (self.folder / "hold").touch() if on else (self.folder / "hold").unlink()
 
     def preempt(self, call: str) -> None:
@@ -136,7 +136,7 @@ class FakeModal:
         self._tell(call, "preempt")
 
     def lose(self, call: str) -> None:
-        """Take a call's container away without a word."""
+        """Take a call's container away without a warning."""
         self._tell(call, "lose")
 
     def expire(self, call: str) -> None:
@@ -144,20 +144,20 @@ class FakeModal:
         shutil.rmtree(self.folder / "calls" / call)
 
     def stop(self) -> None:
-        """Every call that lives is ended, without a word."""
+        """End every running call without a warning."""
         for name in self.calls():
             self._tell(name, "stop")
 
     def calls(self) -> list[str]:
-        """All that are known, in the order in which they were spawned."""
+        """The ids of all known calls, in the order in which they were spawned."""
         return sorted(each.parent.name for each in (self.folder / "calls").glob("*/input"))
 
     def containers(self, call: str) -> int:
-        """How many it has had."""
+        """The number of containers that the call has had."""
         return len(list((self.folder / "calls" / call).glob("container-*")))
 
     def result(self, call: str) -> str | None:
-        """How it ended: a word, and what the work said."""
+        """How the call ended: one word, and the result of `work`."""
         place = self.folder / "calls" / call / "result"
         return place.read_text("utf-8") if place.exists() else None
 
@@ -167,7 +167,7 @@ class FakeModal:
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Keepers and containers begin sooner without asyncio."""
+    """asyncio is imported here, because keepers and containers start sooner without it."""
     import asyncio
 
     return await asyncio.to_thread(function, *arguments)
@@ -184,7 +184,7 @@ class View:
         self._note = here.with_suffix(".seen")
         here.mkdir(parents=True, exist_ok=True)
         self._mine: dict[str, Any] = {}
-        """State of each path when both sides were last the same, here and there."""
+        """The state of each path here and there, when both were last equal."""
         self._theirs: dict[str, Any] = {}
         with suppress(FileNotFoundError):
             self._mine, self._theirs = json.loads(self._note.read_text("utf-8"))
@@ -280,13 +280,13 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
-# --- the desk -------------------------------------------------------------------------------------
+# --- the coordinator -------------------------------------------------------------------------------------
 
 
-def desk(folder: Path, what: str, *arguments: Any) -> Any:
-    """Ask the desk: a single container, which answers one request after the other."""
-    with _locked(folder / "desk" / "lock"):
-        view = View(folder / "volume", folder / "desk" / "volume")
+def coordinate(folder: Path, what: str, *arguments: Any) -> Any:
+    """Send a request to the coordinator: a single container, which answers one request after another."""
+    with _locked(folder / "coordinator" / "lock"):
+        view = View(folder / "volume", folder / "coordinator" / "volume")
         view.reload()
         said = answer(str(view.here), what, arguments)
         view.commit()
@@ -299,7 +299,7 @@ def desk(folder: Path, what: str, *arguments: Any) -> Any:
 def spawn(
     folder: Path, call: Call, secrets: Mapping[str, str], named: Mapping[str, str] = EMPTY
 ) -> str:
-    """A call of the work, kept by a process of its own. `named`: variables of the workspace's secrets that it names."""
+    """Spawn a call of `work`, with a keeper process. `named`: the variables of the workspace's secrets that the call names."""
     name = f"fc-{time.time_ns():x}{uuid.uuid4().hex[:6]}"
     place = folder / "calls" / name
     place.mkdir()
@@ -317,7 +317,7 @@ def spawn(
 
 
 class Keeper:
-    """Modal's side of a call."""
+    """Modal's side of a call: runs its containers."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -325,7 +325,7 @@ class Keeper:
         self.timeout = json.loads((self.place / "input").read_text("utf-8"))["timeout"]
 
     def keep(self, secrets: Mapping[str, str]) -> None:
-        """Container after container, until there is a result."""
+        """Run containers, one after another, until there is a result."""
         libc = ctypes.CDLL(None)
         libc.prctl(SUBREAPER, 1)
         Path("/proc/self/comm").write_text(KEEPER)
@@ -341,13 +341,13 @@ class Keeper:
             (self.place / "result").write_text(word, "utf-8")
 
     def before(self) -> str:
-        """A container may be had, or the call ends without one; empty: neither yet."""
+        """`cancelled` if the call was ended before it got a container, `go` if it may have one now, else empty."""
         if self.told("cancel") or self.told("stop"):
             return "cancelled"
         return "" if (self.folder / "hold").exists() else "go"
 
     def told(self, what: str) -> bool:
-        """Once for each time."""
+        """True once for each time that the call was told this."""
         try:
             (self.place / what).unlink()
         except FileNotFoundError:
@@ -462,7 +462,7 @@ def contain(folder: Path, name: str, number: int) -> str:
         str(view.here),
         str(place / "disk"),
         view,
-        partial(desk, folder),
+        partial(coordinate, folder),
         lambda following: spawn(folder, following, secrets, named),
         {"HF_HOME": str(folder / "caches")},
         os.environ,

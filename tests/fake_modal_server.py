@@ -19,40 +19,40 @@ from modal_proto import api_grpc, api_pb2
 from tests.ports import free_port
 
 UNFINISHED = object()
-"""There is no result yet."""
+"""The call has no result yet."""
 EXPIRED = object()
-"""Nothing is known of it any more."""
+"""Modal has forgotten the call."""
 
 
 @dataclass
 class Server:
-    """What was asked of it."""
+    """The server's state, and the messages that it got."""
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     functions: dict[str, Any] = field(default_factory=dict)
-    """By `app/name`, as they were created."""
+    """The created functions, by `app/name`."""
     results: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """What becomes of calls: of each its result, or one of the words below."""
+    """The result of each call, or one of the constants above."""
     answers: Callable[..., Callable[[], Any]] = lambda *_: lambda: UNFINISHED
-    """What a call is asked, the function's name first, to what becomes of it."""
+    """Computes the result of a call from the function's name and its arguments."""
     says: str = ""
-    """Instead of an answer: a status of gRPC."""
+    """A gRPC status to send instead of an answer."""
     url: str = ""
     names: list[str] = field(default_factory=list)
-    """What has an id; an id is a letter or two, a dash, and the place in this list."""
+    """Everything that has an id; an id is one or two letters, a dash, and the index in this list."""
 
     def of(self, method: str) -> list[Any]:
         """The messages of one method."""
         return [message for name, message in self.asked if name == method]
 
     def identity(self, kind: str, name: str) -> str:
-        """The same for the same name."""
+        """The id of a name, the same each time."""
         if name not in self.names:
             self.names.append(name)
         return f"{kind}-{self.names.index(name)}"
 
     def name(self, identity: str) -> str:
-        """That has this id."""
+        """The name that has this id."""
         return self.names[int(identity.partition("-")[2])]
 
     # --- methods ----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ ALWAYS = {
     "WorkspaceBillingRates": api_pb2.WorkspaceBillingRatesResponse(rates={"gpu_hour_cost_h100": "3.95", "cpu_hour_cost": "0.0473"}),
     "MountPutFile": api_pb2.MountPutFileResponse(exists=True),
 }  # fmt: skip
-"""What is answered whatever was asked."""
+"""Answers that do not depend on the request."""
 
 
 def _data(function: Any) -> Any:
@@ -190,7 +190,7 @@ def _servicer(server: Server) -> api_grpc.ModalClientBase:
 
 @asynccontextmanager
 async def modal_server() -> AsyncIterator[Server]:
-    """On a port of this machine."""
+    """Serve on a port of this machine."""
     found = Server()
     running = grpclib.server.Server([_servicer(found)])
     port = free_port()

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One choice."""
+    """One choice of an answer."""
 
     text: str
     finish_reason: str
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request wants."""
+    """The contents of a request."""
 
     prompt: str | list[dict[str, Any]]
     seeds: list[int]
@@ -46,13 +46,13 @@ class Asked:
 
 
 Writer = Callable[[Asked], Awaitable[tuple[int, list[Written]]]]
-"""From what is asked to the length of the prompt in tokens and the choices."""
+"""A function from a request to the prompt's length in tokens and the choices."""
 
 Interference = Callable[[int], Awaitable[Response | None]]
 
 
 def scripted(write: Callable[[str, int], str]) -> Writer:
-    """Answers of a function of the prompt's last text and the seed; a token is a word."""
+    """A writer whose answers are a function of the prompt's last text and the seed; each word is a token."""
 
     async def written(asked: Asked) -> tuple[int, list[Written]]:
         prompt = asked.prompt if isinstance(asked.prompt, str) else asked.prompt[-1]["content"]
@@ -63,7 +63,7 @@ def scripted(write: Callable[[str, int], str]) -> Writer:
 
 
 def tiny() -> Writer:
-    """Answers of the tiny model, drawn by the sampler of this package."""
+    """A writer whose answers come from the tiny model and this package's sampler."""
     import torch
 
     from groupwise.core.types import GroupRequest, SamplingParams
@@ -99,7 +99,7 @@ def tiny() -> Writer:
 
 
 class Service:
-    """What answers; see the module's text."""
+    """The server's behaviour; see the module."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class Service:
         key: str | None = None,
         most: int | None = None,
     ) -> None:
-        """With `key`, others are refused. `most` choices are given for a request, whatever it asks for."""
+        """With `key`, other keys are refused. A request gets at most `most` choices."""
         self.url = ""
         self.asked: list[dict[str, Any]] = []
         self.answered: list[dict[str, Any]] = []
-        """The requests whose answers were handed to the network."""
+        """The requests whose answers were sent."""
         self.interfere: Interference | None = None
         self._write = write
         self._models = models

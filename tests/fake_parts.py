@@ -1,4 +1,4 @@
-"""What an engine holds for a loop elsewhere, without a model: calls are noted, may be held, and fail where they are told to."""
+"""The engine's parts for a loop on another machine, without a model: calls are recorded, can be held, and can be made to fail."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class FakeParts:
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        """Verbs, as they ended."""
+        """The verbs, in the order in which they ended."""
         self.begun: list[str] = []
         self.held: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """Verbs that wait for their event."""
+        """The events that held verbs wait for."""
         self.fails: dict[str, BaseException] = {}
         self.orders: list[OpenParts] = []
         self.planned: list[Any] = []
@@ -93,10 +93,10 @@ class FakeParts:
 
 
 class FakeCore:
-    """An engine with nothing else."""
+    """An engine with these parts only."""
 
     def __init__(self) -> None:
         self.parts = FakeParts()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to close."""

@@ -1,4 +1,4 @@
-"""Stands in for `runner.py` where only the way to a machine and back is tested: says what it was asked, late, long, or not at all."""
+"""Stands in for the runner in tests of the transport: answers with what it was asked, late, at length, or not at all."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def say(document: "dict[str, Any]", payload: bytes = b"") -> None:
 
 
 def linger(seconds: float) -> None:
-    """Leaves a process behind that holds the output open."""
+    """Leave a process behind that holds the output open."""
     if os.fork() == 0:
         time.sleep(seconds)
         os._exit(0)

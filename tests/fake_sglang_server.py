@@ -153,7 +153,7 @@ class SglangServer(VllmServer):
 
 
 def entry(choice: Body) -> Body:
-    """A completion as /generate gives it, from one as vLLM gives it."""
+    """A completion in the form of /generate, made from one in vLLM's form."""
     ids, told, prompt = choice["token_ids"], choice["logprobs"], choice["prompt_logprobs"]
     prompt_ids = choice["prompt_token_ids"]
     reason = {"type": choice["finish_reason"], "matched": choice["stop_reason"]}
@@ -183,5 +183,5 @@ def entry(choice: Body) -> Body:
 
 
 def triples(pairs: Any) -> list[list[Any]]:
-    """The log-probability, the token, and its text, which is null unless the request wants texts."""
+    """Log-probability, token, and its text, which is null unless the request wants texts."""
     return [[value, token, None] for value, token in pairs]

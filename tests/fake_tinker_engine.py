@@ -44,9 +44,9 @@ class FakeTinkerEngine:
     folder: Path
     max_models: int = 4
     calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Method and model, in the order in which they were begun."""
+    """Method and model of each call, in the order in which they started."""
     hold: asyncio.Event | None = None
-    """While it is not set, forward passes wait."""
+    """Forward passes wait until this is set."""
 
     def __post_init__(self) -> None:
         self.folders = SavedFolders(self.folder)
@@ -200,7 +200,7 @@ async def _published(learner: FakeLearner) -> Policy:
 
 
 async def _top(learner: FakeLearner, row: Row, count: int) -> TopTokens:
-    """The likeliest letters in place of each token of a row."""
+    """The most likely letters at the position of each token of a row."""
     letters = range(len(ALPHABET))
     places = len(row.completion_ids)
     (found,) = await learner.logprobs([replace(row, targets=tuple(letters) * places)])
@@ -213,7 +213,7 @@ async def _top(learner: FakeLearner, row: Row, count: int) -> TopTokens:
 
 
 def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Credit, log-probability and that of the sampler, of each token that teaches."""
+    """For each trained token: its credit, its log-probability, and the sampler's."""
     assert row.credits is not None
     each = zip(row.mask, row.credits, logprobs, row.sampling_logprobs, strict=True)
     return [(credit, now, then) for counts, credit, now, then in each if counts]
@@ -239,7 +239,7 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
 
 
 def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
-    """A row for each token, whose advantage is the slope there: the fake policy does not look at its context."""
+    """A row for each token, whose advantage is the slope at that token: the fake policy does not look at its context."""
     pairs = zip(row.target_ids, row.mask, strict=True)
     slopes = iter([_value(*token, loss)[1] for token in _tokens(row, logprobs)])
     return [

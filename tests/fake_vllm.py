@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def lead(caller: socket.socket, there: str) -> None:
-    """Bytes to and fro."""
+    """Copy bytes in both directions."""
     host, _, port = there.removeprefix("http://").partition(":")
     with caller, socket.create_connection((host, int(port))) as server, suppress(OSError):
         threading.Thread(target=copy, args=(server, caller)).start()

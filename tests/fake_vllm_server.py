@@ -72,7 +72,7 @@ Spoil = Callable[[Body], Body]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model of the list: the base, or an adapter over it."""
+    """A served model: the base, or an adapter over it."""
 
     root: str
     parent: str | None
@@ -82,27 +82,27 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a server was started with."""
+    """The settings that a server was started with."""
 
     name: str = "tiny"
     seed: int = 0
-    """Of the base's weights."""
+    """The seed of the base's weights."""
     folder: Path | None = None
-    """A base in the format of transformers, in the tiny model's place."""
+    """A folder with a base in transformers' format, used instead of the tiny model."""
     logprobs_mode: str = "raw_logprobs"
     max_model_len: int = 256
     max_lora_rank: int = 16
     updates: bool = True
-    """VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+    """The variable VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
     ignores_adapters: bool = False
-    """It lists them only."""
+    """True: it lists adapters, but serves the base for them."""
     key: str | None = None
     returns_experts: bool = False
-    """--enable-return-routed-experts."""
+    """The option --enable-return-routed-experts."""
 
 
 class VllmServer:
-    """See the module; it takes what `Settings` has."""
+    """See the module; the arguments are the fields of `Settings`."""
 
     def __init__(self, **settings: Any) -> None:
         self.port = free_port()
@@ -111,7 +111,7 @@ class VllmServer:
         self.asked: list[tuple[str, Body]] = []
         self.interfere: Interference | None = None
         self.spoil: Spoil | None = None
-        """Changes the answer to a request for completions."""
+        """A function that changes the answer to a request for completions."""
         self.models: dict[str, Serving] = {}
         self.asleep = self.paused = self._updating = self.hangs = False
         self.weight_version: str | None = None
@@ -128,7 +128,7 @@ class VllmServer:
         self.end()
 
     def begin(self) -> None:
-        """Start it, with the base alone."""
+        """Start the server with the base only."""
         self._serve_base()
         listener = socket.create_server(("127.0.0.1", self.port))
         config = uvicorn.Config(
@@ -153,7 +153,7 @@ class VllmServer:
         self.models = {name: self._serving(name, None, ServedModel(self._base))}
 
     def renew(self, **settings: Any) -> None:
-        """Be as one that was just begun with these, at the same address; quicker than that, if it runs."""
+        """Behave like a newly started server with these settings, at the same address; faster than a restart if it runs."""
         self.set = Settings(**settings)
         self.interfere = self.spoil = None
         self.asked.clear()
@@ -163,7 +163,7 @@ class VllmServer:
             self._serve_base()
 
     def end(self) -> None:
-        """End it; nobody answers then. May be repeated."""
+        """Stop the server; it no longer answers. May be repeated."""
         if self._running is not None:
             server, thread, listener = self._running
             self._running = None
@@ -172,17 +172,17 @@ class VllmServer:
             listener.close()
 
     def stop_soon(self) -> None:
-        """Let it end by itself, after what it is answering."""
+        """Let the server end after its current answers."""
         assert self._running is not None
         self._running[0].should_exit = True
 
     @property
     def adapters(self) -> list[str]:
-        """Names of those that are loaded."""
+        """The names of the loaded adapters."""
         return [name for name in self.models if name != self.set.name]
 
     def bodies(self, path: str) -> list[Body]:
-        """Of the requests to a route."""
+        """The bodies of the requests to a route."""
         return [body for asked, body in self.asked if asked == path]
 
     def _app(self) -> Starlette:
@@ -205,7 +205,7 @@ class VllmServer:
         )
 
     async def _begun(self, request: Request) -> tuple[Body, Response | None]:
-        """The body, and what is answered in the server's place."""
+        """The request's body, and the answer of a fault, if any, that replaces the server's."""
         sent = await request.body()
         body = json.loads(sent) if sent else {}
         path = request.url.path.removeprefix("/v1")
@@ -282,7 +282,7 @@ class VllmServer:
         self._take(dict(await self._collectively(list, self._worker.receive(**update))))
 
     async def _collectively(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        """Take part in a collective; for ever, if the others do not."""
+        """Take part in a collective operation; wait for ever if the others do not."""
         try:
             return await asyncio.to_thread(do, *arguments)
         except RuntimeError:
@@ -451,7 +451,7 @@ class VllmServer:
         }  # fmt: skip
 
     def _experts(self, serving: Serving, tokens: list[int]) -> str:
-        """The experts of all tokens but the last, as a NumPy file in base64; uint8, as of the newest releases."""
+        """The experts of all tokens but the last, as a NumPy file in base64, in uint8 as in the newest releases."""
         model = serving.weights.model
         shape = router_shape(model)
         chosen_TLK = torch.zeros(len(tokens) - 1, shape.layers, shape.top_k)
@@ -475,7 +475,7 @@ class VllmServer:
         return b64encode(file.getvalue()).decode()
 
     async def _prompt_logprobs(self, serving: Serving, body: Body) -> list[Any] | None:
-        """As vLLM has them: the prompt's token and the most probable ones at each position, by their ids as text."""
+        """The prompt's log-probabilities in vLLM's form: at each position the prompt's token and the most probable ones, by id as text."""
         if body.get("prompt_logprobs") is None:
             return None
         prompt, count = body["prompt"], body["prompt_logprobs"]
@@ -523,7 +523,7 @@ class VllmServer:
         return [*body.get("stop_token_ids", []), *own]
 
     def _stopped(self, ids: list[int], body: Body) -> tuple[list[int], str, int | str | None, str]:
-        """Tokens, finish and stop reason, and the text, which lacks the stop text that ended it."""
+        """Tokens, finish reason, stop reason, and the text without the stop text that ended it."""
         skip, offset = body.get("skip_special_tokens", True), 0
         text = ""
         for number in range(1, len(ids) + 1):
@@ -544,7 +544,7 @@ class VllmServer:
 def mapped_tensors(
     names: list[str], dtype_names: list[str], shapes: list[list[int]], ipc_handles_pickled: str
 ) -> dict[str, torch.Tensor]:
-    """What the fields of vLLM's IPCWeightTransferUpdateInfo hand over. On a CPU the handles hold the tensors themselves."""
+    """The tensors of the fields of vLLM's IPCWeightTransferUpdateInfo. On a CPU the handles hold the tensors themselves."""
     handles = pickle.loads(b64decode(ipc_handles_pickled))
     tensors: dict[str, torch.Tensor] = {
         name: rebuild_tensor(*each[GPU]) for name, each in zip(names, handles, strict=True)
@@ -557,6 +557,6 @@ def mapped_tensors(
 
 
 def refusal(status: int, message: str, kind: str = "BadRequestError") -> Response:
-    """As vLLM words it."""
+    """An error answer in vLLM's words."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": error}, status)

@@ -24,7 +24,7 @@ def place_in(folder: Path) -> FleetPlace:
 def api(
     database: Database, place: FleetPlace, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Its address."""
+    """Serve the API; yields its address."""
     address, environment = Address(port=0), dict(environment or {})
     with _in_thread(
         place, lambda notifier: serving(place, database, notifier, address, environment)
@@ -34,7 +34,7 @@ def api(
 
 @contextmanager
 def commands_answered(database: Database, place: FleetPlace) -> Iterator[None]:
-    """As by `groupwise fleet up`, for commands that are given the folder."""
+    """Serve commands that name the fleet's folder, as `groupwise fleet up` does."""
     with _in_thread(place, lambda notifier: serving_commands(place, database, notifier)):
         yield
 

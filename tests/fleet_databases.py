@@ -1,4 +1,4 @@
-"""Databases of a fleet with all tables, for tests: copies of one that was migrated once, since that takes longer than most tests."""
+"""Databases with all tables of a fleet: copies of one that is migrated once, because a migration takes longer than most tests."""
 
 import shutil
 from contextlib import closing
@@ -10,12 +10,12 @@ from groupwise.jobs.fleet.store.database import connect, migrate
 from tests.postgres import Postgres
 
 READY = "ready"
-"""The name of that one on a PostgreSQL."""
+"""The name of the migrated database in PostgreSQL."""
 
 
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file."""
+    """A migrated SQLite file."""
     file = tmp_path_factory.mktemp("ready") / "fleet.db"
     _migrate(f"sqlite:///{file}")
     assert [path.name for path in file.parent.iterdir()] == [file.name], "it is whole by itself"
@@ -23,12 +23,12 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(file: Path, folder: Path) -> str:
-    """The URL of a copy."""
+    """Copy a file; returns the copy's URL."""
     return f"sqlite:///{shutil.copyfile(file, folder / file.name)}"
 
 
 def new_fleet(postgres: Postgres) -> str:
-    """The URL of a database of this server."""
+    """Create a database on this server; returns its URL."""
     if not postgres.has(READY):
         postgres.execute(f"CREATE DATABASE {READY}")
         _migrate(postgres.url(READY))

@@ -36,9 +36,9 @@ API = "http://127.0.0.1:8010"
 TIMEOUT_S = 120.0
 QUICK = {"POLL_SECONDS": "1", "SWEEP_SECONDS": "0.5"}
 ONE_THREAD = ("--env", "OMP_NUM_THREADS=1", "--env", "OMP_WAIT_POLICY=PASSIVE")
-"""For a training beside other tests."""
+"""Environment of a training that runs beside other tests."""
 OUT_OF_REACH = re.compile(r"\b10\.0\.0\.(\d+)\b")
-"""Addresses of the pages; they become addresses of this machine."""
+"""Addresses in the pages; they are replaced by addresses of this machine."""
 
 
 class FleetDocRunner:
@@ -83,7 +83,7 @@ class FleetDocRunner:
     # what stands on a page
 
     def types(self, words: list[str]) -> None:
-        """A command of `groupwise fleet`, as words behind these two."""
+        """Run a command of `groupwise fleet`, given by the words after these two."""
         words = [self._here(word.replace("JOB", self.job)) for word in words]
         match words:
             case ["up", *options]:
@@ -107,18 +107,18 @@ class FleetDocRunner:
                 self._run(words)
 
     def publishes(self, subject: str, payload: str) -> None:
-        """By a client that knows nothing of us."""
+        """Publish with a client that does not know Groupwise."""
         assert self._nats is not None, "the page has said nothing of NATS yet"
         self._nats.publish(subject, payload.encode())
 
     def asks_the_database(self, statements: str) -> None:
-        """As somebody at its prompt."""
+        """Run statements as at the database's prompt."""
         assert self._postgres is not None, "the page has said nothing of PostgreSQL yet"
         with psycopg.connect(self._postgres) as connection:
             connection.execute(self._here(statements).encode())
 
     def writes(self, file: str, content: str) -> None:
-        """A file of the fleet's folder. Where it names servers, there are such; whoever ran before has ended."""
+        """Write a file of the fleet's folder. Servers that it names are started; roles that ran before are ended."""
         assert file == "fleet.yaml", file
         self._end_roles()
         self._postgres = self._stack.enter_context(postgres.server()).new_database()
@@ -131,7 +131,7 @@ class FleetDocRunner:
         (self._folder / file).write_text(content)
 
     def variables_of_a_job(self) -> set[str]:
-        """Names of the variables that a job finds."""
+        """The names of the environment variables of a job."""
         self.types(["submit", "--wait", "--", "env"])
         assert main(["fleet", "logs", self.job]) == 0
         return set(re.findall(r"^(\w+)=", self._capfd.readouterr().out, re.MULTILINE))
@@ -178,7 +178,7 @@ class FleetDocRunner:
         self._running.clear()
 
     def _machine(self, vm: str, options: list[str]) -> list[str]:
-        """The options, with the port, user, key and host key of a machine that is here."""
+        """The options, with port, user, key and host key of a machine on this host."""
         if not self._hosts:
             self._hosts.extend(self._stack.enter_context(loopback_hosts(2)))
             for each in self._hosts:
@@ -194,7 +194,7 @@ class FleetDocRunner:
         return [word for option in known.items() for word in option]
 
     def _of_engine(self, options: list[str]) -> list[str]:
-        """The options of a row for this machine, which has no such engine, and a folder that this test has."""
+        """The options of a row for this machine, which has no such engine, and with a folder of this test."""
         known = dict(zip(options[::2], options[1::2], strict=True))
         for way in ("--host", "--user", "--key"):
             del known[way]
@@ -202,7 +202,7 @@ class FleetDocRunner:
         return [word for option in known.items() for word in option]
 
     def _let_ssh_know(self, name: str, host: Host) -> None:
-        """`ssh NAME` would reach it: by a config that only this test's ssh reads."""
+        """Make `ssh NAME` reach the host, by a config that only this test's ssh reads."""
         folder = self._folder.parent / "ssh"
         folder.mkdir()
         (folder / "config").write_text(

@@ -18,11 +18,11 @@ import pytest
 from groupwise.engine.distributed import forked_workers, peer, spawned_workers, zygote
 
 Main = Callable[[int, int], object]
-"""What the process does for its parent, on a descriptor."""
+"""The code that the process runs, given a descriptor to its parent."""
 
 
 class Forked:
-    """As much of `subprocess.Popen` as is asked of such a process."""
+    """The part of `subprocess.Popen` that is used for such a process."""
 
     main: Main = staticmethod(lambda parent, descriptor: zygote.main(parent, descriptor, ()))
 
@@ -40,7 +40,7 @@ class Forked:
         self.stdout: IO[bytes] = os.fdopen(output, "rb")
 
     def wait(self, timeout: float | None = None) -> int:
-        """It has ended, or is killed already."""
+        """Wait until the process has ended."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -72,11 +72,11 @@ def _be(
 
 
 def fork_zygotes(patch: pytest.MonkeyPatch) -> None:
-    """Zygotes are forked as long as the patch holds."""
+    """Fork zygotes as long as the patch is in place."""
     patch.setattr(forked_workers, "Popen", Forked)
     patch.setattr(zygote, "collect", lambda: None)  # of all that the tests have imported
 
 
 def fork_peers(patch: pytest.MonkeyPatch) -> None:
-    """Learners and samplers with models of their own are forked as long as the patch holds."""
+    """Fork learners and samplers with their own models as long as the patch is in place."""
     patch.setattr(spawned_workers, "Popen", ForkedPeer)

@@ -24,7 +24,7 @@ LONG = timedelta(seconds=60)
 
 
 class GlooGroup:
-    """A `TransferGroup`."""
+    """The learner's side: a `TransferGroup`."""
 
     def __init__(self, device: torch.device) -> None:
         self._port = free_port()
@@ -58,7 +58,7 @@ class GlooGroup:
 
 
 class GlooWorker:
-    """The only worker of a server."""
+    """The server's side, with a single worker."""
 
     def __init__(self, identity: bytes, rank: int, world: int) -> None:
         self._store = TCPStore("127.0.0.1", int(identity), is_master=False, timeout=LONG)

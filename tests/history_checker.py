@@ -45,13 +45,13 @@ Record = Mapping[str, Any]
 FINAL = {"completed", "failed", "cancelled"}
 RETRIED_FROM = {"failed", "cancelled"}
 EXCUSES = {"refused", "supervisor_killed"}
-"""After one of these the rest of an attempt is rightly ended."""
+"""After one of these the fleet may end the rest of an attempt."""
 STOP_DELAY_S = 1.0
-"""Between a request to end something and the last sign of life of it."""
+"""Seconds that may pass between a request to end something and its last sign of life."""
 WRITE_DELAY_S = 5.0
-"""After an end: if the machine loses power within this time, it may have lost the record of the end."""
+"""Seconds after an end in which a power loss may also lose the record of that end."""
 CHARGED = 3
-"""Attempts of one generation that may end by the job's own fault: the first and two more."""
+"""Number of attempts of one generation that may end by the job's own fault: the first and two retries."""
 USER_ERRORS = {2, *range(64, 79)}
 
 
@@ -69,25 +69,25 @@ class Execution:
     begin: float
     end: float
     code: int | None
-    """None: nobody saw it stop."""
+    """The exit code; None: nobody saw it stop."""
     why: str | None
     seen: float
-    """When something of it was seen alive last, after its end too."""
+    """When one of its processes was last seen alive, also after its end."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.epoch} rank {self.rank} on {self.vm}"
 
     def overlaps(self, other: Execution) -> bool:
-        """They were alive at the same time."""
+        """True if both were alive at the same time."""
         return self.begin < other.until and other.begin < self.until
 
     @property
     def until(self) -> float:
-        """Something of it lived until then, for certain."""
+        """The last time at which one of its processes was certainly alive."""
         return max(self.end, self.seen)
 
     def alive(self, at: float) -> bool:
-        """Something of it lived at that moment."""
+        """True if one of its processes was alive at that time."""
         return self.begin <= at < self.until
 
 
@@ -165,7 +165,7 @@ def _end_of(start: Record, later: Sequence[Record]) -> tuple[float, int | None, 
 
 
 def _by(what: str, records: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Runs or records with the same of that, in their order."""
+    """Group runs or records by this field, in their order."""
     found: dict[Any, list[Any]] = defaultdict(list)
     for each in records:
         found[each[what] if isinstance(each, Mapping) else getattr(each, what)].append(each)
@@ -210,7 +210,7 @@ def _clashes(ordered: Sequence[Record]) -> list[str]:
     where = {(r["job"], r["epoch"]): r["vm"] for r in ordered if r["what"] == "start"}
 
     def given_up(record: Record) -> bool:
-        """The other one of its job is on a machine that an operator had given up."""
+        """True if the job's other execution is on a machine that an operator had declared lost."""
         job, epoch, *_ = record["holder"].rsplit(".", 2)
         before = lost.get(where.get((job, int(epoch))), ())
         same = job == record["job"] and not record["over"].startswith("gpu")
@@ -263,13 +263,13 @@ def _attempts(runs: Sequence[Execution]) -> dict[int, list[Execution]]:
 
 
 def _succeeded(attempt: Sequence[Execution]) -> bool:
-    """All members were there and ended well by themselves."""
+    """True if all members ran and ended by themselves with success."""
     whole = len(attempt) == attempt[0].members
     return whole and all(run.code == 0 and run.why != "cancelled" for run in attempt)
 
 
 def _contested(ordered: Sequence[Record], attempt: Sequence[Execution]) -> bool:
-    """Something was done to an attempt that may have kept its success from being known, or from being believed."""
+    """True if a fault may have hidden the attempt's success from the fleet, or made the fleet doubt it."""
     return any(_contests(record, run) for record in ordered for run in attempt)
 
 
@@ -336,7 +336,7 @@ def _as_shell(code: int | None) -> int | None:
 
 
 def _ran_again(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
-    """What had succeeded on a machine that was lost with its artefacts has to be run again; nothing else has."""
+    """Jobs that ran again although they had succeeded, and those that did not although their artefacts were lost with a machine."""
     found: list[str] = []
     for job, mine in _by("job", runs).items():
         attempts = _attempts(mine)
@@ -398,7 +398,7 @@ def _wrong_logs(ordered: Sequence[Record]) -> list[str]:
 
 
 def _wrong_artefacts(ordered: Sequence[Record]) -> list[str]:
-    """What a job had made when it succeeded is there, and as it was made."""
+    """Artefacts of successful jobs that are missing or changed."""
     succeeded = {
         (r["job"], r["epoch"])
         for r in ordered
@@ -433,7 +433,7 @@ def _wrong_resumes(ordered: Sequence[Record]) -> list[str]:
 
 
 def _wrong_ends(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
-    """What the fleet says of an attempt is what happened to it."""
+    """Attempts whose record in the fleet disagrees with what happened to them."""
     said = [r for r in ordered if r["what"] == "attempt"]
     mine = [[e for e in runs if (e.job, e.epoch) == (r["job"], r["epoch"])] for r in said]
     found = [(r, _wrong_end(ordered, r, m)) for r, m in zip(said, mine, strict=True)]

@@ -35,7 +35,7 @@ from groupwise.jobs.fleet.states import Cleanup, Contact
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from tests.fake_hosts import FakeHosts
 from tests.history_checker import assert_no_violations
 from tests.processes import TIMEOUT_S
@@ -46,7 +46,7 @@ SOMEBODY = Actor("user:test")
 
 
 class NoJitter(random.Random):
-    """Always the least: no pause before a job is tried again."""
+    """Always returns the minimum: no pause before a retry."""
 
     def uniform(self, a: float, b: float) -> float:
         return a
@@ -64,14 +64,14 @@ class SilentNotifier:
 
 
 class Fetched:
-    """Logs, checkpoints and artefacts, kept in memory."""
+    """Fetched logs, checkpoints and artefacts, kept in memory."""
 
     def __init__(self) -> None:
         self.logs: dict[tuple[str, int], bytes] = {}
         self.mirrored: list[tuple[str, int]] = []
         self.problem: str | None = None
         self.fault: Exception | None = None
-        """What goes wrong when artefacts are collected."""
+        """The error to raise when artefacts are collected."""
         self.collections = 0
 
     async def catch_up(self, output: MemberOutput, size: int) -> None:
@@ -110,7 +110,7 @@ class InProcessFleet:
         self.fetched = Fetched()
         self.store = BlobStore(folder / "blobs")
         self.passed = 0.0
-        """Seconds that have passed for dispatchers beside those of the real clock."""
+        """Seconds to add to the real clock, for dispatchers."""
         self.silence_noticed = False
         self._told: dict[str, tuple[str, int]] = {}
         database.run(lambda s: _add_machines(s, vms))
@@ -156,7 +156,7 @@ class InProcessFleet:
         )
 
     def _clock(self) -> float:
-        """They ask for it where a machine is silent."""
+        """The dispatchers' clock, which they read if a machine is silent."""
         self.silence_noticed = True
         return time.monotonic() + self.passed
 
@@ -164,7 +164,7 @@ class InProcessFleet:
         return self.rack[machine.vm_id]
 
     def expire_leases(self) -> None:
-        """Half a minute passes in which nobody renews."""
+        """Let half a minute pass in which no dispatcher renews its leases."""
         self.database.run(lambda s: s.execute(update(Attempt).values(lease_until=0.0)))
 
     # looking
@@ -187,7 +187,7 @@ class InProcessFleet:
         return self.database.read(look)
 
     def is_clean(self) -> bool:
-        """Nothing is left to do about any attempt."""
+        """True if nothing is left to do about any attempt."""
         query = select(Attempt.epoch).where(Attempt.cleanup != Cleanup.CLEAN).limit(1)
         return self.database.read(lambda s: s.scalar(query)) is None
 
@@ -195,7 +195,7 @@ class InProcessFleet:
         return lambda: self.job(job_id).status in statuses
 
     def note(self) -> None:
-        """What the database says of each job, into the history."""
+        """Record each job's status in the database in the history."""
         rows = self.database.read(
             lambda s: s.execute(select(Job.job_id, Job.status, Job.generation, Job.exit_code)).all()
         )
@@ -207,7 +207,7 @@ class InProcessFleet:
                 )
 
     async def until(self, condition: Callable[[], bool], *, ticks: bool = True) -> None:
-        """Let machines work and dispatchers run until it holds."""
+        """Let machines work and dispatchers run until the condition holds."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while True:

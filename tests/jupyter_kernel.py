@@ -23,7 +23,7 @@ class Kernel:
     """
 
     def __init__(self, folder: Path, name: str = "python3") -> None:
-        """`name`: of the kernel's specification."""
+        """`name`: the kernel's specification."""
         self._sockets = tempfile.mkdtemp()
         self._manager = KernelManager(
             kernel_name=name, transport="ipc", ip=f"{self._sockets}/kernel"
@@ -49,7 +49,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process id."""
         provisioner: Any = self._manager.provisioner
         return provisioner.pid
 
@@ -59,7 +59,7 @@ class Kernel:
         return client.execute(code)
 
     def outputs(self, cell: str) -> list[dict[str, Any]]:
-        """What stands below a cell once it is done; an updated display once, as it is now."""
+        """The outputs below a cell when it has finished; an updated display appears once, in its last state."""
         found: list[dict[str, Any]] = []
         displays: dict[str, dict[str, Any]] = {}
         while True:
@@ -77,11 +77,11 @@ class Kernel:
                     displays[name] = found[-1]
 
     def run(self, code: str) -> list[dict[str, Any]]:
-        """A cell and what stands below it."""
+        """Run a cell and return its outputs."""
         return self.outputs(self.begin(code))
 
     def interrupt(self) -> None:
-        """As the button does: the whole process group gets the signal."""
+        """Interrupt as the button does: the whole process group gets the signal."""
         self._manager.interrupt_kernel()
 
 
@@ -95,12 +95,12 @@ def waiting(completions, trainer_state, **columns):
         time.sleep(0.01)
     return digits(completions)
 """
-"""A reward that holds the fourth step as long as there is a file `wait`."""
+"""Code of a reward that stops the fourth step while the file `wait` exists."""
 TRAIN_WAITING = "state = train_grpo(config, session, reward_functions=[waiting])"
 
 
 def in_its_fourth_step(kernel: Kernel, folder: Path, seconds: float) -> str:
-    """A training's cell that has come so far; it fails after so many seconds."""
+    """Run a training's cell until its fourth step; fails after `seconds`."""
     step = folder / "step"
     step.unlink(missing_ok=True)
     cell = kernel.begin(TRAIN_WAITING)
@@ -109,7 +109,7 @@ def in_its_fourth_step(kernel: Kernel, folder: Path, seconds: float) -> str:
 
 
 def text(outputs: list[dict[str, Any]]) -> str:
-    """All that a reader sees."""
+    """All visible text."""
     parts = [
         each.get("text") or each.get("evalue") or "".join(each.get("data", {}).values())
         for each in outputs

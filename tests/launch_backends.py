@@ -18,8 +18,8 @@ from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan,
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
+from groupwise.jobs.clouds.modal.api import ModalApi
 from groupwise.jobs.clouds.modal.backend import ModalBackend
-from groupwise.jobs.clouds.modal.port import ModalPort
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.schedulers import SchedulerBackend, ray_options, sbatch_options
 from groupwise.jobs.hosts.driver import Runner
@@ -46,7 +46,7 @@ def save(step, data):
 begun = os.environ.get("RESUME_FROM")
 begun = pathlib.Path(begun, "w").read_text() if begun else ""
 """
-"""The beginning of a script that makes checkpoints: `begun` is what the one had from which it goes on."""
+"""The beginning of a script that makes checkpoints: `begun` is the step of the checkpoint that it resumes from."""
 WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
@@ -101,7 +101,7 @@ def _local(home: str, **more: str) -> LocalHost:
 
 
 class _OnAll(GangBackend):
-    """Runs every job on all machines, though it asks for one."""
+    """Runs every job on all machines, although it asks for one."""
 
     async def plan(self, order: Order) -> Plan:
         return await super().plan(replace(order, nodes=self._count))
@@ -111,7 +111,7 @@ class _OnAll(GangBackend):
 
 
 async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any]) -> Status:
-    """The first status of which that holds."""
+    """Wait for the first status that fulfils `what`."""
     status = await backend.status(handle)
     while not what(status):
         status = await backend.wait(handle, status, TIMEOUT_S)
@@ -119,7 +119,7 @@ async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any])
 
 
 async def ending(backend: Backend, handle: Handle) -> Any:
-    """How it ends."""
+    """Wait for the job's end."""
     return (await until(backend, handle, lambda status: status.ending)).ending
 
 
@@ -127,7 +127,7 @@ OF_ORDERS = ("gpus", "nodes", "meets_at", "place_options")
 
 
 def order(name: str, script: str, *words: str, **fields: Any) -> Order:
-    """A script of Python. `values`: of secrets; all that is not a field of an order is one of what is run."""
+    """An order that runs a Python script. `values`: secret values by name. Other keywords are fields of the order or of its spec."""
     own = {each: fields.pop(each) for each in OF_ORDERS if each in fields}
     values = fields.pop("values", {})
     spec = JobSpec(("python3", "-c", script, *words), **{"secrets": tuple(values), **fields})
@@ -135,7 +135,7 @@ def order(name: str, script: str, *words: str, **fields: Any) -> Order:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Files by their paths, but what other machines of a gang have said."""
+    """Files by their paths, without partial downloads and what other machines of a gang have written."""
     found = (each for each in folder.rglob("*") if each.parent.name not in (INCOMING, NODES))
     files = (each for each in found if each.is_file())
     return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
@@ -161,7 +161,7 @@ class LaunchClient(Generic[B]):
         return self.ordered(name or self.name, script, *words, **fields)
 
     async def submit(self, asked: Order | str, *words: str, **fields: Any) -> Handle:
-        """An order, or a script."""
+        """Submit an order or a script."""
         if isinstance(asked, str):
             asked = self.order(asked, *words, **fields)
         return await self.backend.submit(asked, self.store)
@@ -173,11 +173,11 @@ class LaunchClient(Generic[B]):
         return await until(self.backend, handle, what)
 
     async def running(self, handle: Handle) -> None:
-        """Its command has said something."""
+        """Wait until the job's command has printed something."""
         await self.until(handle, lambda status: status.log_size)
 
     async def saved(self, handle: Handle, step: int) -> Status:
-        """It has a checkpoint of this step."""
+        """Wait until the job has a checkpoint of this step."""
         return await self.until(handle, lambda status: status.step == step)
 
     async def ending(self, handle: Handle) -> Any:
@@ -187,7 +187,7 @@ class LaunchClient(Generic[B]):
         return (await self.ending(handle)).outcome
 
     async def said(self, handle: Handle) -> str:
-        """All of its log that there is."""
+        """The job's whole log so far."""
         part = await self.backend.log(handle, 0, 1 << 20)
         assert part.size == len(part.data)
         return part.data.decode()
@@ -200,7 +200,7 @@ class LaunchClient(Generic[B]):
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a job of this test alone."""
+    """The name of a job, unique to this test."""
     words = re.findall(r"[a-zA-Z0-9]+", request.node.name.removeprefix("test_"))
     return "-".join(words)[-60:].lstrip("-")
 
@@ -215,8 +215,8 @@ async def client(
     await found.backend.close()
 
 
-def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
-    """With looks that come sooner, and calls that may be shorter."""
+def modal_backend(port: ModalApi, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
+    """Modal's backend with shorter polling intervals, which accepts shorter calls."""
     return ModalBackend(
         "modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every
     )
@@ -224,7 +224,7 @@ def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -
 
 @contextmanager
 def modal(home: Path) -> Iterator[BackendSpec]:
-    """A Modal of this machine."""
+    """A fake Modal on this machine."""
     yield BackendSpec("modal", str(home))
     FakeModal(home).stop()
 
@@ -279,4 +279,4 @@ BACKENDS: dict[str, Callable[[Path], AbstractContextManager[BackendSpec]]] = {
     "local": local, "gang": gang, "ssh": ssh, "slurm": slurm, "ray": ray, "aws": rented,
     "modal": modal,
 }  # fmt: skip
-"""By name; each takes a folder for its home."""
+"""The backends by name; each takes a folder for its home."""

@@ -1,4 +1,4 @@
-"""What another thread or process does at the worst moment: between two steps of the code that a test calls."""
+"""Simulates what another thread or process does at the worst moment: between two steps of the code under test."""
 
 from __future__ import annotations
 

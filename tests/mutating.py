@@ -41,19 +41,19 @@ class Edit:
     """One change in one function of one file."""
 
     file: str
-    """Below `groupwise`."""
+    """The file's path below `groupwise`."""
     scope: str
     """Qualified name of a function or class; empty for the module."""
     text: str
-    """As it stands in the table, whose head says how to read it."""
+    """The edit as written in the table, whose head explains the form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One mistake, made on purpose."""
+    """One deliberate mistake."""
 
     mistake: str
-    """For people; starts with the number of its row in docs/correctness.md, if it has one."""
+    """A description for people; starts with the number of its row in docs/correctness.md, if it has one."""
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]
     """Test files: in at least one of them a test must fail."""
@@ -96,12 +96,12 @@ def read_table(text: str) -> tuple[Mutation, ...]:
 
 
 def _key(node: ast.AST) -> str:
-    """What makes two pieces of code the same, whether they are read or written."""
+    """A key that is equal for equal code, whether it is read or assigned to."""
     return re.sub(r"ctx=\w+\(\)", "", ast.dump(node))
 
 
 def _readings(text: str) -> Iterator[list[ast.AST]]:
-    """What the text can stand for: an expression, statements, a slice or an argument by keyword."""
+    """The ways to parse the text: as an expression, statements, a slice or a keyword argument."""
     with contextlib.suppress(SyntaxError):
         body = ast.parse(text.replace(" ;; ", "\n")).body
         alone = body[0] if len(body) == 1 else None
@@ -142,7 +142,7 @@ def _scopes(node: ast.AST, names: Sequence[str]) -> Iterator[ast.AST]:
 
 
 Place = tuple[ast.AST, str, int | None]
-"""Where a node stands: its parent, the parent's field, and the index if that is a list."""
+"""The position of a node: its parent, the parent's field, and the index if the field is a list."""
 
 
 def _places(tree: ast.AST) -> dict[int, Place]:
@@ -233,14 +233,14 @@ def tree(folder: Path, edits: Sequence[Edit] = ()) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What came of a run of tests in a tree."""
+    """The outcome of a test run in a tree."""
 
     package: str
     """The file that `import groupwise` found."""
     code: int
     """Exit code of pytest; 1 says that tests failed."""
     failed: frozenset[str]
-    """In their call: what breaks before, in a fixture, stands in `broken`."""
+    """Tests that failed in their call; those that fail in a fixture are in `broken`."""
     broken: frozenset[str]
     printed: str
 

@@ -21,10 +21,10 @@ TOKEN = "canary-of-nats-6e5b"
 
 
 class Nats:
-    """A server whose port stays the same over its deaths."""
+    """A server that keeps its port when it is killed and started again."""
 
     def __init__(self, folder: Path, *, token: str | None = TOKEN, more: str = "") -> None:
-        """`more`: of its configuration."""
+        """`more`: further lines of its configuration."""
         self.program = require_programs("nats-server", install="nats-server")
         self.folder = folder
         self.token = token
@@ -44,11 +44,11 @@ class Nats:
 
     @property
     def url(self) -> str:
-        """Without the token."""
+        """The URL without the token."""
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Start the server; returns when it accepts connections."""
         assert self._process is None
         with (self.folder / "log").open("ab") as output:
             self._process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Nats:
         self._process = None
 
     def freeze(self) -> None:
-        """It keeps its connections and answers nothing."""
+        """Freeze the server: it keeps its connections and answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self._process.pid}/stat")
@@ -87,21 +87,21 @@ class Nats:
             time.sleep(0.001)
 
     def thaw(self) -> None:
-        """The end of `freeze`."""
+        """End the freeze."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def drop_store(self) -> None:
-        """Everything that it was to keep is gone, as after a lost disk."""
+        """Delete everything that the server has stored, as after a lost disk."""
         assert self._process is None, "kill it first"
         shutil.rmtree(self.folder / "store", ignore_errors=True)
 
     def log(self) -> str:
-        """What the server has said."""
+        """The server's log."""
         return (self.folder / "log").read_text(errors="replace")
 
     def publish(self, subject: str, *payloads: bytes, headers: bytes | None = None) -> None:
-        """As a plain client; returns when the server has taken all of it."""
+        """Publish as a plain client; returns when the server has received everything."""
         with self._connected() as (connection, lines):
             for payload in payloads:
                 if headers is None:
@@ -146,7 +146,7 @@ class Nats:
             yield connection, lines
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """End the server, in whatever state it is."""
         if self._process is not None:
             self.kill()
 
@@ -163,7 +163,7 @@ def _until_pong(lines) -> None:
 def server(
     folder: Path, *, started: bool = True, token: str | None = TOKEN, more: str = ""
 ) -> Iterator[Nats]:
-    """A server below `folder`; ended at the end. `more`: of its configuration."""
+    """A server below `folder`, ended at the end. `more`: further lines of its configuration."""
     running = Nats(folder, token=token, more=more)
     try:
         if started:

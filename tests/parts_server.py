@@ -32,7 +32,7 @@ class EngineHere:
         self.core: Any = core or EngineCore()
         self.calls: list[str] = []
         self.lost: str | None = None
-        """How it ended."""
+        """The reason why the engine ended."""
         self.closed = False
 
     @property
@@ -61,7 +61,7 @@ class EngineHere:
 
 
 class NoRuns:
-    """Nothing else has the machine."""
+    """Stands in for runs: none uses the machine."""
 
     def __init__(self) -> None:
         self.machine_lock = asyncio.Lock()
@@ -70,17 +70,17 @@ class NoRuns:
         return None
 
     async def make_room(self, for_user: str) -> None:
-        """There is nothing else."""
+        """There is nothing to remove."""
 
 
 class PartsServer:
     """See the module."""
 
     def __init__(self, folder: Path, *, make_core: Any = EngineCore, **more: Any) -> None:
-        """`make_core` makes what an engine holds; `more` goes to the service."""
+        """`make_core` makes an engine's core; `more` is passed to the service."""
         self.engines: list[EngineHere] = []
         self.fails: list[BaseException] = []
-        """What the next engines come to."""
+        """Errors that are raised in place of making the next engines, the last one first."""
         self._make_core = make_core
         limits = {"silence": 120.0, "longest_wait": 60.0, "most_bytes": 32 << 20}
         settings = {**limits, "runs": NoRuns(), **more}

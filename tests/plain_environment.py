@@ -22,7 +22,7 @@ import groupwise_bridge  # pyright: ignore[reportMissingImports]  # noqa: E402 â
 
 
 class Letters:
-    """Rewards the share of letters `a` in two turns."""
+    """An environment of two turns whose reward is the share of letters `a`."""
 
     def open(
         self, protocol: int, name: str, args: dict[str, Any], eval_args: Any

@@ -1,4 +1,4 @@
-"""Ports for servers that must be told theirs before they bind it."""
+"""Free ports for servers that need a port number before they bind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _random = random.SystemRandom()
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """One that nobody has bound on the address."""
+    """A port that is not bound on this address."""
     while True:
         port = _random.choice(NOT_EPHEMERAL)
         with socket.socket() as probe:

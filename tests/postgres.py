@@ -41,7 +41,7 @@ dynamic_shared_memory_type = mmap
 
 
 def programs() -> Path | None:
-    """The folder with `postgres` and `initdb`."""
+    """The folder of the programs `postgres` and `initdb`."""
     found = shutil.which("initdb")
     places = (Path(found).resolve().parent, *PLACES) if found else PLACES
     return next((each for each in places if (each / "postgres").exists()), None)
@@ -84,11 +84,11 @@ class Postgres:
             )
 
     def log(self) -> str:
-        """What the server has said."""
+        """The server's log."""
         return (self.folder / "log").read_text(errors="replace")
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Start the server; returns when it accepts connections."""
         assert self._process is None
         self._process = self._popen([self.place / "postgres", "-D", self.folder / "data"])
         process = self._process
@@ -103,21 +103,21 @@ class Postgres:
         wait_until(answers, "PostgreSQL", details=self.log)
 
     def kill(self) -> None:
-        """`kill -9`, its children after it; returns when all are gone, so that `start` finds nobody."""
+        """`kill -9` the server, then its children; returns when all are gone, so that `start` finds none."""
         self._end(signal.SIGKILL)
 
     def demote(self) -> None:
-        """Killed, and started as a standby: it answers, and takes no writes until `promote`."""
+        """Kill the server and start it as a standby: it answers, but refuses writes until `promote`."""
         self.kill()
         (self.folder / "data" / "standby.signal").touch()
         self.start()
 
     def promote(self) -> None:
-        """Returns when it takes writes."""
+        """Promote the standby; returns when it accepts writes."""
         self.execute("SELECT pg_promote()")
 
     def stop(self) -> None:
-        """At once, without a checkpoint: nobody needs its data any more."""
+        """Stop at once, without a checkpoint: its data is no longer needed."""
         if self._process is not None:
             self._end(signal.SIGQUIT)
 
@@ -133,30 +133,30 @@ class Postgres:
         wait_until(lambda: not any(map(_alive, children)), "the end of PostgreSQL's children")
 
     def url(self, database: str) -> str:
-        """As it is given to `connect`."""
+        """The URL of a database, for `connect`."""
         return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
 
     def new_database(self, like: str = "template1") -> str:
-        """The URL of an empty one, or of a copy of another one to which nobody is connected."""
+        """Create an empty database, or a copy of another one that has no connections; returns its URL."""
         name = f"test_{next(self._numbers)}"
         self.execute(f"CREATE DATABASE {name} TEMPLATE {like}")
         return self.url(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a database of that name."""
+        """True if there is a database of that name."""
         with psycopg.connect(self.url("postgres")) as connection:
             found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
             return found.fetchone() is not None
 
     def execute(self, statement: str) -> None:
-        """Outside of any transaction, by the owner of everything."""
+        """Execute a statement as the superuser, outside any transaction."""
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(statement.encode())
 
 
 @contextlib.contextmanager
 def server() -> Iterator[Postgres]:
-    """A started one; its folder is removed at the end."""
+    """A started server; its folder is removed at the end."""
     place = programs() or skip_or_fail("there is no PostgreSQL (Debian: apt install postgresql)")
     # Not below pytest's folder: that one is closed to the user `postgres`.
     root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
@@ -188,7 +188,7 @@ def _processes() -> list[int]:
 
 
 def _alive(pid: int) -> bool:
-    """Zombies wait for whoever adopted them, and hold nothing."""
+    """True if the process runs; a zombie holds nothing and counts as ended."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
 

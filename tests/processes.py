@@ -25,7 +25,7 @@ def wait_until(
 
 
 async def wait_until_async(condition: Callable[[], Any]) -> None:
-    """The same, while the event loop goes on."""
+    """Like `wait_until`, without blocking the event loop."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {TIMEOUT_S:g} s"
@@ -33,7 +33,7 @@ async def wait_until_async(condition: Callable[[], Any]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """A process that is dead and not yet reaped has ended: whoever has to reap it may be slow."""
+    """True if the process has ended, even if its parent has not reaped it yet."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -32,11 +32,11 @@ PYTHON = Path(
     run_path(str(Path(__file__).parents[1] / "scripts/real_environment.py"))["where"]("ray"),
     "bin/python",
 )
-"""Of its environment, wherever a test has its home."""
+"""The interpreter of Ray's environment, wherever a test has its home."""
 REPORT_INTERVAL_S = 1
-"""Between Ray's reports of what is in use."""
+"""Seconds between Ray's reports of its use."""
 SMALLEST_STORE = 80_000_000
-"""Bytes of memory for Ray's objects, which no job of the tests makes."""
+"""Bytes of memory for Ray's objects; the tests make none."""
 CHILD_SUBREAPER = 36
 BEGINS = f"""\
 import ctypes, json, os, signal, subprocess, sys
@@ -63,7 +63,7 @@ while pids := below():
         except OSError:
             pass
 """
-"""Starts what it is told, and ends with all that this has started."""
+"""A program that starts what it is told to, and ends with everything that this has started."""
 
 
 def ray_python() -> Path:
@@ -75,7 +75,7 @@ def ray_python() -> Path:
 
 @dataclass
 class Ray:
-    """One of them. Its ports and its token stay the same over its deaths."""
+    """A Ray cluster that keeps its ports and its token when it is killed and started again."""
 
     folder: Path
     python: Path
@@ -86,22 +86,22 @@ class Ray:
 
     @property
     def address(self) -> str:
-        """Of its dashboard."""
+        """The URL of the dashboard."""
         return f"http://127.0.0.1:{self.api}"
 
     @property
     def host(self) -> str:
-        """Of the head. A loopback, but for Ray none that it would take for another address."""
+        """The head's address: a loopback address that Ray does not replace by another."""
         return "127.77.0.1"
 
     @property
     def node(self) -> str:
-        """Likewise of the other node."""
+        """The other node's address."""
         return "127.77.0.2"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of Ray, and of what it runs."""
+        """The environment of Ray and of its jobs."""
         return {
             "PATH": f"{self.python.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "HOME": str(self.folder),
@@ -118,7 +118,7 @@ class Ray:
         }
 
     def start(self, **resources: float) -> None:
-        """Its head, with four CPUs and two GPUs."""
+        """Start the head, with four CPUs and two GPUs."""
         ports = (f"--port={self.gcs}", f"--dashboard-port={self.api}")
         more = (f"--ray-client-server-port={free_port()}", "--dashboard-host=127.0.0.1")
         self._begin(
@@ -132,19 +132,19 @@ class Ray:
         self.until(lambda: self.ask("GET", "/api/jobs/")[0] == 200)
 
     def start_node(self) -> None:
-        """Another one, which alone has the resource `apart`."""
+        """Start another node, the only one with the resource `apart`."""
         before = self._has("apart")
         where = (f"--address={self.host}:{self.gcs}", f"--node-ip-address={self.node}")
         self._begin(*where, "--num-gpus=2", '--resources={"apart": 2}')
         self.until(lambda: self._has("apart") > before)
 
     def kill_node(self) -> None:
-        """Its raylet, without which nothing that it runs goes on; and until the head knows."""
+        """Kill the node's raylet, without which its jobs end, and wait until the head has noticed."""
         self.kill(f"--node_ip_address={self.node}")
         self.until(lambda: self._has("apart") == 0)
 
     def _begin(self, *options: str) -> None:
-        """Ray gives a node 30 s to register, which is too little on a busy machine: it is tried again."""
+        """Start the cluster. Ray gives a node 30 s to register, which is too little on a busy machine, so this is retried."""
         if self._watch is None:
             with (self.folder / "said").open("ab") as said:
                 self._watch = subprocess.Popen(
@@ -167,7 +167,7 @@ class Ray:
         self._watch.stdin.flush()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Until then Ray's API may be away."""
+        """Wait until the condition holds; until then Ray's API may not answer."""
 
         def holds_now() -> bool:
             with suppress(URLError, ConnectionError):
@@ -177,7 +177,7 @@ class Ray:
         wait_until(holds_now, "Ray", TIMEOUT_S * 3, details=(self.folder / "said").read_text)
 
     def idle(self) -> None:
-        """Nothing is in use, by a report of Ray that is late enough to know how the last job ended."""
+        """Wait until nothing is in use, by a report of Ray from after the end of the last job."""
         known = time.time() + REPORT_INTERVAL_S
 
         def told() -> bool:
@@ -189,16 +189,16 @@ class Ray:
         self.until(told)
 
     def _has(self, resource: str) -> float:
-        """So much of it all nodes have together."""
+        """The amount of a resource that all nodes have together."""
         report = self._report()
         return report["loadMetricsReport"]["usage"].get(resource, (0.0, 0.0))[1] if report else 0.0
 
     def _report(self) -> dict[str, Any]:
-        """What its nodes have and use, as they said some time ago; nothing before the first."""
+        """The resources of the nodes and their use, by Ray's latest report; empty before the first one."""
         return json.loads(self.ask("GET", "/api/cluster_status")[1])["data"]["clusterStatus"] or {}
 
     def ask(self, method: str, path: str, token: str | None = None) -> tuple[int, str]:
-        """Status and text."""
+        """Send a request to Ray's API; returns status and text."""
         headers = {"Authorization": f"Bearer {token or self.token}"}
         request = Request(f"{self.address}{path}", method=method, headers=headers)
         try:
@@ -209,17 +209,17 @@ class Ray:
                 return refusal.code, refusal.read().decode()
 
     def jobs(self, name: str) -> list[dict[str, Any]]:
-        """What it has of the attempts of a job."""
+        """Ray's jobs for the attempts of a job."""
         found = json.loads(self.ask("GET", "/api/jobs/")[1])
         return [each for each in found if (each["submission_id"] or "").startswith(f"{name}.")]
 
     def stop(self, name: str) -> None:
-        """As `ray job stop` does by hand."""
+        """Stop a job, as `ray job stop` does."""
         for each in self.jobs(name):
             assert self.ask("POST", f"/api/jobs/{each['submission_id']}/stop")[0] == 200
 
     def kill(self, *words: str) -> None:
-        """-9, to those of its own processes that have one of the words in their command, until they are gone."""
+        """`kill -9` those of its processes whose command contains one of the words, and wait until they are gone."""
         while found := [
             pid
             for pid in started_with(f"RAY_AUTH_TOKEN={self.token}")
@@ -231,7 +231,7 @@ class Ray:
             time.sleep(0.01)
 
     def end(self) -> None:
-        """All of it."""
+        """End the whole cluster."""
         if self._watch is not None:
             assert self._watch.stdin is not None
             self._watch.stdin.close()
@@ -241,7 +241,7 @@ class Ray:
 
 @contextmanager
 def cluster() -> Iterator[Ray]:
-    """A head that takes jobs."""
+    """A head that accepts jobs."""
     with tempfile.TemporaryDirectory(prefix="gw-ray-", ignore_cleanup_errors=True) as path:
         found = Ray(Path(path), ray_python())
         try:
@@ -253,7 +253,7 @@ def cluster() -> Iterator[Ray]:
 
 @functools.cache
 def shared() -> Ray:
-    """One with two nodes for all tests of this process that leave it as they found it; it ends with the process."""
+    """A cluster of two nodes, shared by the tests of this process that leave it unchanged; it ends with the process."""
     until_the_end = ExitStack()
     atexit.register(until_the_end.close)
     found = until_the_end.enter_context(cluster())

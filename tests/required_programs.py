@@ -1,4 +1,4 @@
-"""Programs that tests need, above all servers. If one is missing a test is skipped, or fails if `GROUPWISE_REAL_SERVERS=1`."""
+"""Programs that tests need, mostly servers. If one is missing, the test is skipped; with `GROUPWISE_REAL_SERVERS=1` it fails."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def require_programs(*programs: str, install: str = "openssh-server iproute2 nft
 
 
 def root_needed() -> None:
-    """Skip the test unless it runs as root, who alone can make network namespaces."""
+    """Skip the test unless it runs as root: only root can make network namespaces."""
     if os.geteuid() != 0:
         pytest.skip("machines in namespaces need root")
 

@@ -32,14 +32,14 @@ def turn() -> int:
 
 
 def described() -> str:
-    """For the header of a session: run the same part again with it."""
+    """A line for the session's header: how to run the same part again."""
     return f"{VARIABLE}={turn()}"
 
 
 def rotating_params(
     items: Sequence[T], parts: int, suite: str, name: Callable[[T], str], marks: Sequence[Any] = ()
 ) -> list[Any]:
-    """One in `parts` of the items, but at least one; and all of them with the mark of the soak suite."""
+    """One in `parts` of the items, at least one; and all items, with the mark of the soak suite."""
     parts = min(parts, len(items)) or 1
     now = [
         pytest.param(each, id=name(each), marks=marks) for each in items[turn() % parts :: parts]

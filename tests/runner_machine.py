@@ -1,4 +1,4 @@
-"""One machine for tests of the runner: this one, with a root of its own, asked exactly as the control plane asks, bootstrap and all."""
+"""A machine for tests of the runner: this one, with its own root folder. Requests are sent exactly as the control plane sends them."""
 
 import atexit
 import hashlib
@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import AnswerReader
-from groupwise.jobs.hosts.port import Request
+from groupwise.jobs.hosts.host import Request
 from groupwise.jobs.hosts.runner import requests
 from groupwise.jobs.hosts.runner.cgroups import Cgroups, remove_stray_cgroups
 from groupwise.jobs.hosts.runner.files import read_json
@@ -35,7 +35,7 @@ HERE = frozenset(
 
 
 def oldest_python() -> str | None:
-    """A Python 3.8, where there is one."""
+    """A Python 3.8, if there is one."""
     places = [shutil.which("python3.8"), *Path.home().glob(".pyenv/versions/3.8.*/bin/python3.8")]
     for place in places:
         if place and runs_38(str(place)):
@@ -57,7 +57,7 @@ EVERY_PYTHON = (
         marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
     ),
 )
-"""Which the runner has to run on, for a fixture."""
+"""Parameters of a fixture: the interpreters that the runner must support."""
 
 
 class Refused(Exception):
@@ -70,7 +70,7 @@ class Refused(Exception):
 
 
 class _Answered(Exception):
-    """Instead of an answer on the standard output, and the end of the process."""
+    """Raised instead of an answer on standard output and the end of the process."""
 
     def __init__(self, body: dict[str, Any], data: bytes) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
 
 
 def remains(group: Cgroups) -> bool:
-    """One with processes that are about to end cannot be removed yet."""
+    """Remove the control group. True if it still exists: one with processes that are about to end cannot be removed yet."""
     group.remove()
     return any(os.path.isdir(folder) for folder in group.folders())
 
@@ -111,7 +111,7 @@ class Machine:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def with_gpus(self, *gpus: Mapping[str, Any], mode: str = "normal", **more: Any) -> None:
-        """nvidia-smi is on PATH from now on and shows these."""
+        """Put an nvidia-smi on PATH that shows these GPUs."""
         binaries = self.home / "bin"
         binaries.mkdir(exist_ok=True)
         link = binaries / "nvidia-smi"
@@ -127,7 +127,7 @@ class Machine:
         return {**common, **fields}
 
     def begin(self, data: bytes, before: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-        """A call under way, with this on its standard input."""
+        """Start a call with this standard input, without waiting for it."""
         process = subprocess.Popen(
             [*before, self.python, *FLAGS, "-c", BOOTSTRAP],
             stdin=subprocess.PIPE,
@@ -143,7 +143,7 @@ class Machine:
         return process
 
     def finish(self, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
-        """Its answer. Read to the end of its streams: nothing it left behind may hold them open."""
+        """The call's answer. Its streams are read to the end, so no process that it left behind may hold them open."""
         assert process.stdout is not None
         assert process.stderr is not None
         with process.stdout, process.stderr:
@@ -160,7 +160,7 @@ class Machine:
         return body
 
     def ask(self, verb: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
-        """By a process of its own; what is asked often, of the runner as it is in the Python of the tests, by a function of theirs."""
+        """Send a request to a runner process; requests that are sent often are answered by the runner within the test process instead."""
         if payload:
             fields["payload"] = len(payload)
         if verb in HERE and self.python == sys.executable and self.sha == runner_text().sha256:
@@ -238,7 +238,7 @@ class Machine:
         return self.folder(job, epoch) / "work"
 
     def complaints(self, job: str = "job", epoch: int = 1) -> str:
-        """What its supervisor said of itself."""
+        """The errors that its supervisor wrote about itself."""
         with suppress(OSError):
             return (self.folder(job, epoch) / "supervisor.err").read_text()
         return ""
@@ -248,13 +248,13 @@ class Machine:
         return json.loads((self.folder(job, epoch) / "state.json").read_text())
 
     def kill_supervisor(self, job: str = "job", epoch: int = 1) -> None:
-        """As an out-of-memory killer would."""
+        """Kill the supervisor, as an out-of-memory killer would."""
         pid = self.state(job, epoch)["supervisor"]
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: is_gone(pid), "the end of the supervisor")
 
     def written(self, name: str, job: str = "job", epoch: int = 1) -> str:
-        """A file of the working folder, as soon as it has a whole line."""
+        """The content of a file in the working folder, once it has a whole line."""
         path = self.work(job, epoch) / name
 
         def line() -> str:
@@ -272,7 +272,7 @@ class Machine:
         return shas
 
     def end(self) -> None:
-        """Nothing of it lives on, whatever became of the test."""
+        """End everything that was started on it, whether the test passed or not."""
         here = self.root / "attempts"
         marks = [f"GROUPWISE_RUNNER_FOLDER={here}/".encode()]
         for folder in here.iterdir() if here.is_dir() else ():
@@ -287,7 +287,7 @@ class Machine:
         self.end_groups()
 
     def end_groups(self) -> None:
-        """Control groups, with whatever hid in them."""
+        """Remove the control groups, and kill every process in them."""
         root = Root(str(self.root))
         for attempt in list_attempts(root)[0]:
             group = Cgroups.from_record((read_json(attempt.at("state.json")) or {}).get("cgroup"))
@@ -312,7 +312,7 @@ def prepared(python: str) -> Path:
 
 @contextmanager
 def machine(folder: Path, python: str = sys.executable, *, new: bool = False) -> Iterator[Machine]:
-    """A machine that has the runner already, or a `new` one. All that was started on it ends with it."""
+    """A machine that has the runner already, or a `new` one. Everything that was started on it ends with it."""
     made = Machine(folder, python)
     if not new:
         shutil.copytree(prepared(python), made.root / "runners")

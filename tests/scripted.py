@@ -1,4 +1,4 @@
-"""A policy that says what it is told, for tests of rollouts: texts instead of weights."""
+"""A policy that writes given texts, for tests of rollouts without a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from groupwise.tasks.rollouts.rollout_request import RolloutRequest
 from groupwise.tasks.rollouts.seeds import member_seed
 
 Say = Callable[[int, str], str]
-"""(seed, all that the policy sees as text) -> what it writes."""
+"""(seed, the text that the policy sees) -> the text that it writes."""
 
 SEED = 7
-"""Of the tests' runs."""
+"""The seed of the tests' runs."""
 
 
 class ScriptedSampler:
-    """Draws what `say` says; stop texts, stop tokens and the length limit cut it as they would a real completion."""
+    """Writes what `say` returns; stop texts, stop tokens and the length limit cut it off as they would a real completion."""
 
     def __init__(self, tokenizer: Any, say: Say) -> None:
         self.tokenizer = tokenizer
@@ -71,7 +71,7 @@ def ask_for(
     stop: tuple[str, ...] = (),
     **columns: Any,
 ) -> RolloutRequest:
-    """An ask as the loop makes it."""
+    """A rollout request as the loop makes it."""
     return RolloutRequest(
         draw=draw,
         example=Example(2, prompt, columns),
@@ -83,7 +83,7 @@ def ask_for(
 
 
 class Pieces:
-    """A tokenizer over given pieces of text, the longest first; what it has no piece for is a character of its own."""
+    """A tokenizer over given pieces of text, the longest first; other characters are tokens of their own."""
 
     bos_token_id = None
     eos_token_id = 0

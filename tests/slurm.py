@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, with two GPUs each that are none."""
+"""A real Slurm cluster on this machine, with two nodes of two fake GPUs each."""
 
 import atexit
 import functools
@@ -71,7 +71,7 @@ NodeName=n[1-2] Name=gpu File=/dev/zero
 
 @dataclass
 class Cluster:
-    """One of them, with its servers as children of this process."""
+    """A Slurm cluster, with its servers as children of this process."""
 
     folder: Path
     servers: dict[str, "subprocess.Popen[bytes]"] = field(
@@ -80,19 +80,19 @@ class Cluster:
 
     @property
     def configuration(self) -> Path:
-        """What SLURM_CONF has to say."""
+        """The path that SLURM_CONF must have."""
         return self.folder / "slurm.conf"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of Slurm's own programs."""
+        """The environment of Slurm's programs."""
         return {
             "SLURM_CONF": str(self.configuration),
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         }
 
     def start(self, *names: str) -> None:
-        """The controller, or nodes."""
+        """Start the controller, or nodes."""
         for name in names:
             program = ["slurmctld", "-D"] if name == "controller" else ["slurmd", "-D", "-N", name]
             path = shutil.which(program[0], path=self.environment["PATH"])
@@ -108,20 +108,20 @@ class Cluster:
                 )
 
     def kill(self, name: str) -> None:
-        """-9."""
+        """`kill -9` a server."""
         server = self.servers.pop(name)
         server.kill()
         server.wait()
 
     def run(self, *arguments: str) -> str:
-        """What a program of Slurm says."""
+        """Run a program of Slurm; returns its output."""
         done = subprocess.run(
             arguments, env=self.environment, capture_output=True, text=True, check=True, timeout=60
         )
         return done.stdout.strip()
 
     def until_ready(self) -> None:
-        """All nodes take jobs."""
+        """Wait until all nodes accept jobs."""
 
         def all_take_jobs() -> bool:
             with suppress(subprocess.CalledProcessError):
@@ -139,7 +139,7 @@ class Cluster:
         wait_until(lambda: name.encode() in read(file), f"{name} in {file}")
 
     def end(self) -> None:
-        """All of it."""
+        """End the whole cluster."""
         for server in self.servers.values():
             server.kill()
             server.wait()
@@ -149,7 +149,7 @@ class Cluster:
 
 
 def started_with(variable: str) -> list[int]:
-    """Processes, but for this one, that began with this in their environment."""
+    """Other processes that were started with this variable in their environment."""
     found: list[int] = []
     for each in Path("/proc").iterdir():
         with suppress(OSError):
@@ -160,7 +160,7 @@ def started_with(variable: str) -> list[int]:
 
 
 def read(path: Path) -> bytes:
-    """Nothing, where there is no such file."""
+    """The file's bytes; empty if there is no such file."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return path.read_bytes()
     return b""
@@ -194,7 +194,7 @@ def cluster() -> Iterator[Cluster]:
 
 @functools.cache
 def shared() -> Cluster:
-    """One for all tests of this process that leave it as they found it; it ends with the process."""
+    """A cluster shared by the tests of this process that leave it unchanged; it ends with the process."""
     until_the_end = ExitStack()
     atexit.register(until_the_end.close)
     return until_the_end.enter_context(cluster())

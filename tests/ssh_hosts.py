@@ -56,23 +56,23 @@ class Host:
     port: int
     user: str
     folder: Path
-    """Everything of it: home, keys, sshd's log."""
+    """The machine's folder: home, keys, sshd's log."""
     key_path: Path
-    """Of the user, for logging in."""
+    """The private key to log in with."""
     home: Path
 
     @property
     def host_key(self) -> str:
-        """As it is pinned."""
+        """The public host key, in the form in which it is pinned."""
         return " ".join((self.folder / "hostkey.pub").read_text().split()[:2])
 
     @property
     def workdir(self) -> Path:
-        """Where its runner keeps its files, unless told otherwise."""
+        """The default folder of its runner's files."""
         return self.home / "groupwise-fleet"
 
     def vm_row(self, vm_id: str | None = None, *, pinned: bool = True) -> dict[str, Any]:
-        """The columns of `vms` that make it known to a fleet."""
+        """The columns of a row of `vms` for this machine."""
         return {
             "vm_id": vm_id or self.name,
             "ip_address": self.address,
@@ -84,7 +84,7 @@ class Host:
 
     @property
     def login(self) -> "Address":
-        """How it is reached."""
+        """The machine's address and login."""
         from groupwise.jobs.hosts.ssh import Address
 
         return Address(self.address, self.user, self.port, str(self.key_path), self.host_key)
@@ -94,13 +94,13 @@ class Host:
         return fake_gpus(self.folder / "bin", self.name, count, mode=mode, **state)
 
     def new_host_key(self) -> None:
-        """As after a reinstallation. Its sshd reads keys when it starts: `restart` it."""
+        """Replace the host key, as after a reinstallation. sshd reads keys when it starts: call `restart` afterwards."""
         for name in ("hostkey", "hostkey.pub"):
             (self.folder / name).unlink(missing_ok=True)
         _keygen(self.folder / "hostkey")
 
     def new_login_key(self) -> None:
-        """Its user has another key, and no longer the one before."""
+        """Replace the key that its user accepts."""
         self.key_path = self.folder / f"id_{uuid.uuid4().hex}"
         _keygen(self.key_path)
         # In place, so that its owner stays.
@@ -109,7 +109,7 @@ class Host:
         )
 
     def log(self) -> str:
-        """What its sshd has said."""
+        """The log of its sshd."""
         return (self.folder / "sshd.log").read_text(errors="replace")
 
     def _prepare(self, owner: int | None = None) -> None:
@@ -129,7 +129,7 @@ class Host:
 def fake_gpus(
     folder: Path, name: str, count: int = 2, *, mode: str = "normal", **state: Any
 ) -> list[str]:
-    """An nvidia-smi in a folder that is on PATH, with what it says; the UUIDs of its GPUs."""
+    """Write an nvidia-smi into a folder on PATH, with the GPUs that it shows; returns their UUIDs."""
     uuids = [f"GPU-{name}-{n}" for n in range(count)]
     cards = [
         {
@@ -227,16 +227,16 @@ SUPERVISOR = textwrap.dedent(
     end_all()
     """
 )
-"""Does what its standard input says, and ends everything below it when that ends: when whoever started it is gone."""
+"""Runs commands from its standard input; when that ends (its parent is gone), it kills all its descendants."""
 
 
 class LoopbackHost(Host):
-    """An sshd of this user on an address of its own."""
+    """An sshd of this user, with its own address."""
 
     _supervisor: "subprocess.Popen[str] | None" = None
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Start sshd; returns when it accepts connections."""
         if self._supervisor is None:
             command = [sys.executable, "-S", "-c", SUPERVISOR, str(self.folder / "sshd.log")]
             self._supervisor = subprocess.Popen(
@@ -250,11 +250,11 @@ class LoopbackHost(Host):
         _until_it_answers(self.address, self.port, lambda: True, self.log)
 
     def power_loss(self) -> None:
-        """All its processes end at once. Unlike a real one it says goodbye on open connections, and the boot id stays."""
+        """Kill all its processes at once. Unlike in a real power loss, open connections are closed and the boot id stays."""
         self._order("end")
 
     def restart(self) -> None:
-        """sshd and everything else anew."""
+        """Restart sshd and everything else."""
         self.power_loss()
         self.start()
 
@@ -270,7 +270,7 @@ class LoopbackHost(Host):
         self.start()
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """End the machine and remove its files."""
         if self._supervisor is not None:
             self._supervisor.communicate(timeout=TIMEOUT_S)
             self._supervisor = None
@@ -283,7 +283,7 @@ class LoopbackHost(Host):
 
 
 def _sshd() -> list[str]:
-    """Started by root it wants a folder in /run, which the machine that runs the tests need not have."""
+    """The command for sshd. Started by root, it requires a folder in /run; if that is missing, sshd gets its own /run."""
     if os.geteuid() != 0 or Path("/run/sshd").is_dir():
         return [require_programs("sshd")]
     script = 'mount -t tmpfs -o mode=755 none /run && mkdir -m 755 /run/sshd && exec "$@"'
@@ -293,7 +293,7 @@ def _sshd() -> list[str]:
 
 @contextlib.contextmanager
 def loopback_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[LoopbackHost]]:
-    """Started ones, at 127.0.0.11 and on. `settings`: further lines of sshd_config."""
+    """Started machines, at 127.0.0.11 and the following addresses. `settings`: further lines of sshd_config."""
     require_programs("sshd", "ssh-keygen")
     with _started(_loopback, count, settings) as hosts:
         yield hosts
@@ -343,7 +343,7 @@ def _loopback(folder: Path, number: int, key: Path, settings: str) -> LoopbackHo
 
 
 def _configure(host: Host, settings: str, *own: str) -> None:
-    """Its sshd."""
+    """Write the configuration of the machine's sshd."""
     common = f"""
         Port {host.port}
         ListenAddress {host.address}
@@ -369,7 +369,7 @@ def _user() -> str:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Not below pytest's: other users must be able to pass through it."""
+    """A new folder, not below pytest's: other users must be able to enter it."""
     folder = Path(
         tempfile.mkdtemp(prefix="groupwise-hosts-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     )
@@ -398,7 +398,7 @@ ip addr add $A/24 dev e0; ip link set e0 up
 /usr/sbin/sshd -D -e -f $D/sshd_config 2>>$D/sshd.log </dev/null &
 while :; do wait -n || true; sleep .2; done
 """
-"""The first process of a machine. A read-only file stands in place of the boot id, so that a reboot can be seen."""
+"""The first process of a machine. A read-only file replaces the boot id, so that a reboot can be noticed."""
 
 
 @contextlib.contextmanager
@@ -474,21 +474,21 @@ class FullHost(Host):
         _until_it_answers(self.address, self.port, self.is_on, self.log)
 
     def is_on(self) -> bool:
-        """Whether it has power."""
+        """True if it has power."""
         return self._holder is not None and self._holder.poll() is None
 
     def power_loss(self) -> None:
-        """Every process is gone at once, and nobody is told."""
+        """Kill every process at once, without closing connections."""
         self.partition()
         self._end()
 
     def reboot(self) -> None:
-        """Power loss, and a new start with another boot id."""
+        """Cut the power and start again, with another boot id."""
         self.power_loss()
         self.start()
 
     def partition(self) -> None:
-        """No packet goes in or out."""
+        """Drop all packets in both directions."""
         _run(f"ip link set v{self.number} down")
 
     def login_shell(self, shell: str, startup_files: str = "") -> None:
@@ -501,26 +501,26 @@ class FullHost(Host):
             (self.home / name).write_text(startup_files)
 
     def half_open(self) -> None:
-        """It hears everything, and none of its answers arrive."""
+        """Drop the packets that it sends, but not those that it receives."""
         self._filter("o { type filter hook output priority 0; }", "o tcp sport 22 drop")
 
     def reset(self) -> None:
-        """Connections are reset, and new ones refused."""
+        """Reset all connections and refuse new ones."""
         self._filter(
             "i { type filter hook input priority 0; }", "i tcp dport 22 reject with tcp reset"
         )
 
     def heal(self) -> None:
-        """The network is as it was in the beginning."""
+        """Restore the network."""
         _run(f"ip link set v{self.number} up")
         self.inside("nft flush ruleset")
 
     def inside(self, command: str) -> None:
-        """Run something in its network."""
+        """Run a command in its network namespace."""
         _run(f"nsenter -t {self._init} -n {command}")
 
     def processes(self) -> list[int]:
-        """Of the machine, as numbered outside; its first process is not among them."""
+        """The machine's process ids, as seen from outside, without its first process."""
         space = os.readlink(f"/proc/{self._init}/ns/pid")
         found: list[int] = []
         for each in Path("/proc").iterdir():
@@ -530,7 +530,7 @@ class FullHost(Host):
         return [pid for pid in found if pid != self._init]
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """End the machine and remove its files."""
         if self.is_on():
             self._end()
 
@@ -558,7 +558,7 @@ class FullHost(Host):
 
 @contextlib.contextmanager
 def full_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[FullHost]]:
-    """Started ones, at 10.77.0.11 and on, in a network of their own: to be used inside of `own_network`."""
+    """Started machines, at 10.77.0.11 and the following addresses, in their own network; use them inside `own_network`."""
     require_programs("sshd", "ssh-keygen", "ip", "nft", "nsenter", "unshare", "setpriv")
     _run("ip link add br0 type bridge forward_delay 0 stp_state 0")
     _run(f"ip addr add {SUBNET}.1/24 dev br0")
@@ -609,14 +609,14 @@ def network_of_the_fleet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain_machines() -> Iterator[list[LoopbackHost]]:
-    """Two. Who changes one puts it back: the tests of a file share them."""
+    """Two loopback machines, shared by the tests of a file: a test that changes one restores it."""
     with loopback_hosts(2) as hosts:
         yield hosts
 
 
 @pytest.fixture(scope="module")
 def full_machines(network_of_the_fleet: None) -> Iterator[list[FullHost]]:
-    """Two. Who cuts one off heals it, who takes its power starts it: the tests of a file share them."""
+    """Two full machines, shared by the tests of a file: a test that cuts one off or takes its power restores it."""
     root_needed()
     with full_hosts(2) as hosts:
         yield hosts

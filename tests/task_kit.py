@@ -1,4 +1,4 @@
-"""What tests of built-in tasks share: configs, splits, files of rows, and what the rewards say of a completion."""
+"""Helpers for tests of built-in tasks: configs, splits, files of rows, and the rewards of a completion."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _builtin = cache(load_task)
 
 
 def config(**task: Any) -> View:
-    """With this section for the task."""
+    """A config with this section for the task."""
     return View({"task": task})
 
 
 def splits(module: ModuleType, given: View) -> tuple[Any, Any, Any]:
-    """Rows to train on, of validation, and of the test; those of the first two with their gold completion."""
+    """Rows for training, validation and test; the first two with their gold completions."""
     train, validation = (
         module.get_sft_dataset(given, None),
         module.get_sft_eval_dataset(given, None),
@@ -40,7 +40,7 @@ def jsonl(file: Path, rows: Iterable[Mapping[str, Any]]) -> str:
 def scored(
     task: str | Task, said: Any, row: Mapping[str, Any], given: View | None = None, tokens: int = 1
 ) -> MemberScore:
-    """What the rewards say of one answer to a row's prompt; none of them fails."""
+    """The rewards of one answer to a row's prompt; none may fail."""
     found = _builtin(task) if isinstance(task, str) else task
     prompt = row.get("prompt", "?")
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}

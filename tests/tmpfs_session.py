@@ -14,7 +14,7 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 PREFIX = "gw-tests-"
 ENOUGH = 6 << 30
-"""Bytes that have to be free, in the folder and of the memory: whatever is written there is gone for all else."""
+"""Bytes that must be free in the folder and in memory: files there use up memory."""
 
 
 class SessionFolder:
@@ -23,18 +23,18 @@ class SessionFolder:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self.wanted = False
-        """Somebody may want to look at what is in it."""
+        """True: keep the files, because somebody may want to look at them."""
         self._lock = lock
 
     def end(self) -> None:
-        """Nothing is left of it, unless it is wanted; then until the next session."""
+        """Remove the folder, unless it is `wanted`; then the next session removes it."""
         if not self.wanted:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def session_folder(memory: Path = MEMORY, enough: int = ENOUGH) -> SessionFolder | None:
-    """A new one, after those of dead sessions are gone. None: there is no room."""
+    """Make a new folder, after removing those of dead sessions. None: there is no room."""
     if not (memory.is_dir() and os.access(memory, os.W_OK)):
         return None
     sweep(memory)
@@ -53,7 +53,7 @@ def session_folder(memory: Path = MEMORY, enough: int = ENOUGH) -> SessionFolder
 
 
 def sweep(memory: Path = MEMORY) -> list[Path]:
-    """Remove the folders of sessions that live no more, and return them."""
+    """Remove the folders of sessions that have ended, and return them."""
     gone: list[Path] = []
     for path in memory.glob(PREFIX + "*"):
         lock = _locked(path, wait=False)
@@ -65,7 +65,7 @@ def sweep(memory: Path = MEMORY) -> list[Path]:
 
 
 def _locked(path: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the folder; None: somebody else has it, or it is gone."""
+    """A descriptor that locks the folder; None: another process has it, or it is gone."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -77,7 +77,7 @@ def _locked(path: Path, *, wait: bool) -> int | None:
 
 
 def available(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of memory that can be had without anything being pushed out of it."""
+    """Bytes of memory that can be used without swapping."""
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

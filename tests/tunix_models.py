@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 LITTLE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "sliding_window": 8}  # fmt: skip
-"""All that the files of Gemma 3 with pictures say of its text, but for its vocabulary: the rest are the defaults of its kind."""
+"""The keys that the text config of a Gemma 3 with images has, apart from its vocabulary; all others have their defaults."""
 
 
 def described(family: str) -> Any:
@@ -67,7 +67,7 @@ def _positions(base: float) -> Any:
 
 
 def write_model(family: str, folder: Path, layers: int | None = None) -> Path:
-    """A random model of a family, with the tokenizer of the tiny one; of so many layers, where one does not want all."""
+    """Write a random model of a family, with the tiny model's tokenizer; `layers` limits the number of layers."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -105,7 +105,7 @@ def _say_no_more_than_google(file: Path) -> None:
 
 @cache
 def model_of(family: str, layers: int | None = None) -> Path:
-    """The folder of a small model of a family, made once; the same in every process."""
+    """The folder of a small model of a family, made once and shared by all processes."""
     folder = Path(tempfile.mkdtemp(prefix="groupwise-tunix-")) / family
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     return write_model(family, folder, layers)

@@ -1,4 +1,4 @@
-"""The stand-in of Unsloth where tests import it, and commands with the real one."""
+"""Installs the stand-in of Unsloth for tests, and runs commands with the real one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.lora_config import new_lora_config
 
 SITE = Path(__file__).parent / "fake_unsloth"
-"""Where it is installed."""
+"""The folder where Unsloth is installed."""
 TINY = ModelConfig(name="tiny", backend="unsloth")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have it be what `import unsloth` finds in this process. After the test, what was imported before is back, or nothing."""
+    """Make `import unsloth` find the stand-in in this process; undone after the test."""
     monkeypatch.syspath_prepend(str(SITE))
     monkeypatch.setitem(sys.modules, "unsloth", None)
     del sys.modules["unsloth"]
 
 
 def told(python: Path, folder: Path, verb: str, *words: str) -> dict[str, Any]:
-    """What a command says that a Python with the real one runs, which must succeed."""
+    """Run a command with a Python that has the real Unsloth; it must succeed. Returns its output."""
     done = subprocess.run(
         [str(python), "-m", "groupwise", verb, "--json", *words],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""A sampler by HTTP beside a learner of the tests, and a clock that it need not wait for."""
+"""A sampler over HTTP with a learner for tests, and a clock that makes waiting unnecessary."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from groupwise.engine.sampler.servers.server_pool import Server, Servers
 from groupwise.engine.sampler.weights import ServedAdapter
 
 KEY = "TEST_VLLM_KEY"
-"""The environment variable of the servers' key."""
+"""The environment variable with the servers' key."""
 
 
 class Clock:
-    """Time that passes only while somebody sleeps; `meanwhile` is done when one does."""
+    """Time that passes only in `sleep`, which also runs the functions in `meanwhile`."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.slept: list[float] = []
         self.meanwhile: dict[int, Any] = {}
-        """By the number of the sleep."""
+        """Functions to call, by the number of the sleep."""
 
     def timing(self) -> Timing:
         return Timing(clock=lambda: self.now, sleep=self.sleep, jitter=lambda: 1.0)
@@ -63,7 +63,7 @@ _names = count()
 
 
 def trained(learner: TorchLearner) -> TrainedAdapter:
-    """The weights of a learner of these tests."""
+    """The weights of such a learner."""
     weights = learner._weights
     assert isinstance(weights, TrainedAdapter)
     return weights
@@ -96,7 +96,7 @@ def server_sampler(
     sync: WeightSync | None = None,
     kind: type[Server] = Server,
 ) -> ServerSampler:
-    """Over the base of the learner, as `groupwise.training.assembly.servers` makes one."""
+    """A sampler over the learner's base, as `groupwise.training.assembly.servers` makes it."""
     timing = (clock or Clock()).timing()
     servers = [kind(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")

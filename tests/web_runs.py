@@ -18,9 +18,9 @@ HOSTILE = (
     "<script>document.body.dataset.owned='yes'</script><img src=x onerror=\"document.body.dataset.owned='yes'\">"
     "\x1b[2J\x1b]0;owned\x07 {{ 7*7 }} \u202eevil\u202c \x00\x07 'quoted' \"double\" &amp; ﷽ \ud83d"
 )
-"""What must be shown as it stands, and do nothing."""
+"""Text that must be shown verbatim and not be executed."""
 Write = Callable[[int, int], str]
-"""The completion of a step's member."""
+"""Returns the completion of a step's member."""
 
 
 def plainly(step: int, member: int) -> str:
@@ -28,12 +28,12 @@ def plainly(step: int, member: int) -> str:
 
 
 def task_of(draw: int) -> str:
-    """Most are of one task, some of another, and very few of a third."""
+    """The task of a draw: mostly the first, sometimes the second, rarely the third."""
     return "proofs" if draw % 5000 == 3 else "products" if draw % 7 < 2 else "sums"
 
 
 def groups_of(step: int, write: Write, groups: int, members: int, examples: int = 7) -> list[Group]:
-    """Of one step, by a seed of its own."""
+    """The groups of one step, made with a seed of its own."""
     dice = random.Random(step)
     made: list[Group] = []
     for draw in range(step * groups, (step + 1) * groups):
@@ -69,7 +69,7 @@ def _rollout(draw: int, member: int, step: int, write: Write, dice: random.Rando
 
 
 def _learnt(segment: Segment) -> tuple[float, ...]:
-    """As a learner's whose weights are some updates further: some tokens more probable, others less."""
+    """Learner's log-probabilities after some updates: some tokens are more probable, others less."""
     drawn = segment.sampling_logprobs or ()
     return tuple(min(each + math.sin(17 * each) / 2, -0.001) for each in drawn)
 
@@ -109,7 +109,7 @@ def add_step(
     members: int = 4,
     examples: int = 7,
 ) -> None:
-    """The next one."""
+    """Add the next step."""
     made = groups_of(step, write, groups, members, examples)
     scored = [r.reward for g in made for r in g.rollouts if r.reward is not None]
     metrics = {
@@ -125,7 +125,7 @@ def add_step(
 
 
 def evaluation_of(run: str, step: int, share: float) -> EvaluationRecord:
-    """Of ten prompts, of which this share was solved after so many steps."""
+    """An evaluation after `step` steps, of ten prompts of which this share was solved."""
     rows = [
         {
             "example": n, "sample": 0, "prompt": f"question {n}", "completion": f"answer {n} after {step}", "outcome": "scored",

@@ -1,4 +1,4 @@
-"""Small wheels, for a real pip that asks no index: made here, of a line of code each."""
+"""Small wheels with one line of code, for a real pip that uses no index."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ def _digest(text: str) -> str:
 
 
 def fill_wheelhouse(folder: Path) -> Path:
-    """What groupwise itself needs, as far as anybody looks, and something else."""
+    """Write wheels with the names and releases of groupwise's own dependencies, and two others."""
     folder.mkdir()
     for need in distribution("groupwise").requires or ():
         if "extra ==" not in need:

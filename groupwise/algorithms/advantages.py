@@ -24,7 +24,7 @@ Advantages: TypeAlias = list[tuple[float | None, ...]]
 """The advantages of each group's rollouts, in the order of the rollouts; None for those that were not scored."""
 
 
-def tied(rewards: Sequence[float]) -> bool:
+def all_equal(rewards: Sequence[float]) -> bool:
     """True if the rewards are equal up to rounding, and so do not show which rollout is better."""
     largest = max(map(abs, rewards), default=0.0)
     spread = max(rewards, default=0.0) - min(rewards, default=0.0)
@@ -33,7 +33,7 @@ def tied(rewards: Sequence[float]) -> bool:
 
 def centred(rewards: Sequence[float]) -> list[float]:
     """Rewards less their mean. Tied rewards, and so a single one, give exactly 0."""
-    if tied(rewards):
+    if all_equal(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(reward / len(rewards) for reward in rewards)
     return [reward - mean for reward in rewards]

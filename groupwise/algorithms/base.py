@@ -151,7 +151,7 @@ class Loss(Protocol):
         ...
 
 
-class NeedsNothing:
+class LossDefaults:
     """The `needs_*` of a loss for which the log-probabilities of policy and sampler are enough; each loss overrides what it does need."""
 
     __slots__ = ()

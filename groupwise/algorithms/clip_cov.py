@@ -5,11 +5,11 @@
     chosen = clip_cov_ratio of the tokens, at random among those with clip_cov_low < cov_t < clip_cov_high
     loss   = 1/(Σ_i |o_i|) · Σ_i Σ_t −min(ratio · A_t, clip(ratio) · A_t), without the chosen tokens
 
-A policy's entropy sinks by the covariance of log-probability and advantage: by likely tokens that do better than the mean, and unlikely
-ones that do worse. A few tokens have nearly all of it. Their gradient is left out, so that entropy lasts longer.
+The covariance of log-probability and advantage lowers a policy's entropy: likely tokens that do better than the mean, and unlikely ones
+that do worse. A few tokens account for nearly all of it. Their gradient is left out, so that entropy lasts longer.
 
 Differences to verl's `clip_cov`: the tokens are chosen once a step by the log-probabilities that the sampler reported, which are the
-policy's before the first update, so that the choice does not depend on how the rows are cut into batches; there they are chosen anew in
+policy's before the first update, so that the choice does not depend on how the rows are cut into batches; there they are chosen again in
 each mini-batch, and never among tokens that PPO's clip has stopped. And the choice is random by a token's draw, member and place, so that a
 resumed step makes the same.
 

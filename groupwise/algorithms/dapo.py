@@ -88,6 +88,6 @@ class Dapo(ScaledRewards, Clipped):
         if cache > max_length:
             raise ValueError(
                 f"algorithm.soft_punish_cache is {cache}, but the policy may write {max_length} tokens "
-                "at most in a rollout; a fifth of them is usual, which null stands for."
+                "at most in a rollout; a fifth of them is usual, and is what null means."
             )
         return cache

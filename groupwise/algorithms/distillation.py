@@ -73,7 +73,7 @@ class Distillation(Clipped):
     reward_weight: float = field(
         default=0.0,
         metadata={
-            "description": "Weight of the rewards' advantages beside the teacher. 0: rewards are only measured.",
+            "description": "Weight of the rewards' advantages relative to the teacher. 0: rewards are only measured.",
             "ge": 0.0,
         },
     )

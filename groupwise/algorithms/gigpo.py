@@ -56,7 +56,7 @@ class Gigpo(Clipped):
     step_advantage_weight: float = field(
         default=1.0,
         metadata={
-            "description": "Weight of the advantage of a turn beside that of its rollout.",
+            "description": "Weight of the advantage of a turn relative to that of its rollout.",
             "gt": 0.0,
         },
     )

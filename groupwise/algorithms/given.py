@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
+from groupwise.algorithms.base import LossDefaults, LossResult, Tensor, TokenBatch
 from groupwise.algorithms.knobs import check_knobs
 from groupwise.core.types import LossSpec
 
@@ -38,7 +38,7 @@ Surrogate = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given(NeedsNothing):
+class Given(LossDefaults):
     """A loss with the caller's credits: it maximises the sum over tokens of one of six surrogates."""
 
     name: ClassVar[str] = "given"

@@ -32,12 +32,12 @@ from typing import Any, ClassVar, Self
 from groupwise.algorithms import kl, ops
 from groupwise.algorithms.advantages import (
     Advantages,
+    all_equal,
     group_relative,
     scored_members,
-    tied,
     trained_tokens,
 )
-from groupwise.algorithms.base import LossResult, NeedsNothing, Tensor, TokenBatch
+from groupwise.algorithms.base import LossDefaults, LossResult, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.knobs import (
@@ -51,7 +51,7 @@ from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRelative(NeedsNothing, ABC):
+class GroupRelative(LossDefaults, ABC):
     """Knobs and loss that all algorithms share."""
 
     name: ClassVar[str]
@@ -277,7 +277,7 @@ class GroupRelative(NeedsNothing, ABC):
         """With dynamic sampling, accept only a group whose rewards, without the algorithm's own parts, differ."""
         if not self.dynamic_sampling:
             return True
-        return not tied([reward_of_the_task(rollout) for rollout in group.scored])
+        return not all_equal([reward_of_the_task(rollout) for rollout in group.scored])
 
     def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Advantage and scale of each trained rollout; None for the others."""

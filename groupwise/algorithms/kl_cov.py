@@ -5,15 +5,15 @@
     chosen = kl_cov_ratio of the tokens, those of the largest cov_t
     loss   = 1/(Σ_i |o_i|) · Σ_i Σ_t −ratio · A_t + kl_cov_coef · |log ratio| for the chosen, −ratio · A_t for the others
 
-The other method beside `clip_cov`: the tokens that lower the entropy most keep their gradient, but are held near the policy that sampled
+The alternative to `clip_cov`: the tokens that lower the entropy most keep their gradient, but are held near the policy that sampled
 them. Nothing is clipped. The penalty acts from the second update of a step on; at a ratio of 1 it has no gradient.
 
-Differences to verl's `kl_cov`: as in `clip_cov`, the tokens are chosen once a step by the sampler's log-probabilities; there anew in each
+Differences to verl's `kl_cov`: as in `clip_cov`, the tokens are chosen once a step by the sampler's log-probabilities; there again in each
 mini-batch. And only a covariance above 0 counts, in a rollout whose advantage is not 0.
 
-The chosen tokens are told to the loss by their credit: it is 0 in a rollout whose own advantage is not.
+The loss recognises the chosen tokens by their credit: it is 0 in a rollout whose own advantage is not.
 
-Degenerate cases: those of `grpo`. At least one token is chosen if there is such a one.
+Degenerate cases: those of `grpo`. At least one token is chosen if any has a covariance above 0.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias
 
-from groupwise.algorithms.advantages import Advantages, scored_rewards, tied, to_members
+from groupwise.algorithms.advantages import Advantages, all_equal, scored_rewards, to_members
 from groupwise.algorithms.clipped import Clipped
 from groupwise.core.types import Group
 
@@ -70,7 +70,7 @@ class PassAtK(Clipped):
 def best_of_k(rewards: Sequence[float], k: int, baseline: Baseline) -> list[float]:
     """The advantages at the top of this module, in the order of the rewards."""
     count, k = len(rewards), min(k, len(rewards))
-    if tied(rewards):
+    if all_equal(rewards):
         return [0.0] * count
     ordered = sorted(rewards)
     with_it = _best_with(ordered, k)
@@ -79,7 +79,7 @@ def best_of_k(rewards: Sequence[float], k: int, baseline: Baseline) -> list[floa
             best - other for best, other in zip(with_it, _best_of_others(ordered, k), strict=True)
         ]
     else:
-        if tied(with_it):
+        if all_equal(with_it):
             return [0.0] * count
         mean = math.fsum(with_it) / count
         variance = math.fsum(

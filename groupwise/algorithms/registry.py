@@ -10,6 +10,7 @@ from typing import Any
 from groupwise.algorithms.base import Algorithm, Loss
 from groupwise.algorithms.cispo import Cispo
 from groupwise.algorithms.clip_cov import ClipCov
+from groupwise.algorithms.custom import is_custom, load_custom
 from groupwise.algorithms.dapo import Dapo
 from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.dr_grpo import DrGrpo
@@ -23,7 +24,6 @@ from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.kl_cov import KlCov
 from groupwise.algorithms.luspo import Luspo
 from groupwise.algorithms.max_rl import MaxRl
-from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.reinforce_pp import ReinforcePp
 from groupwise.algorithms.rloo import Rloo
@@ -43,8 +43,8 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS
 
 def kind_of(name: str) -> type[GroupRelative]:
     """The class of an algorithm, by its name or as `path/to/file.py:Class`. Raises ValueError for an unknown name, TaskError for a file."""
-    if is_own(name):
-        return load_own(name)
+    if is_custom(name):
+        return load_custom(name)
     if name not in ALGORITHMS:
         raise ValueError(
             f"There is no algorithm {name!r}{_suggest_knob(name, ALGORITHMS)} One of your own is named by its file and class: "

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import LossResult, NeedsNothing, TokenBatch
+from groupwise.algorithms.base import LossDefaults, LossResult, TokenBatch
 from groupwise.core.types import LossSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Sft(NeedsNothing):
+class Sft(LossDefaults):
     """The cross-entropy of the trained tokens, as a sum."""
 
     name: ClassVar[str] = "sft"

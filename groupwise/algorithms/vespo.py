@@ -5,7 +5,7 @@
     φ(w) = w^k · exp(λ · (1 − w)),   k and λ = k_positive and lambda_positive if A_i ≥ 0, else k_negative and lambda_negative
     loss = 1/(Σ_i |o_i|) · Σ_i Σ_t −sg[ φ(w_i) ] · A_i · log-probability
 
-The ratio is that of the whole rollout, a product that no mean over its tokens makes small. In place of a clip stands the kernel of a Gamma
+The ratio is that of the whole rollout, a product that no mean over its tokens makes small. A clip is replaced by the kernel of a Gamma
 distribution, which is 1 at w = 1, largest at w = k / λ, and sinks on both sides; sg stops its gradient. So a rollout that the policy has
 left far behind counts little, whichever sign its advantage has. The loss is that of TRL's `loss_type: vespo`.
 

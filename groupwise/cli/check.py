@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from groupwise.cli.options import AsJson, flag, option
-from groupwise.cli.output import collect_seldom, write_json
+from groupwise.cli.output import collect_garbage_rarely, write_json
 from groupwise.cli.rl import Overrides, TaskOption
 
 OptionalConfig = Annotated[
@@ -37,7 +37,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check a task and its rewards before any training. No model is loaded."""
-    collect_seldom()
+    collect_garbage_rarely()
     from groupwise.cli import findings
     from groupwise.cli.printing import command_line, command_to_configure, print_next
     from groupwise.training.checks.check import check as run
@@ -92,10 +92,10 @@ def doctor(
         _clear_weight_cache(as_json=as_json)
         return
     from groupwise.cli import findings
-    from groupwise.cli.output import collect_seldom, write_json
+    from groupwise.cli.output import collect_garbage_rarely, write_json
     from groupwise.cli.printing import command_line, command_to_configure, print_next
 
-    collect_seldom()
+    collect_garbage_rarely()
     from groupwise.training.checks.doctor import doctor as run
 
     report = run(

@@ -142,9 +142,9 @@ def evaluate(
     options: dict[str, Any] = {**common, "overrides": tuple(overrides or ())}
     task = (source, task_module, policy or ["base"])
     if dry_run:
-        from groupwise.cli.output import collect_seldom
+        from groupwise.cli.output import collect_garbage_rarely
 
-        collect_seldom()
+        collect_garbage_rarely()
         from groupwise.training.evaluation.evaluate import plan_policies
 
         _show_plan(context, plan_policies(*task, **options), as_json=as_json)

@@ -76,11 +76,11 @@ def init(
 ) -> None:
     """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
     from groupwise.cli import findings
-    from groupwise.cli.output import collect_seldom, write_json
+    from groupwise.cli.output import collect_garbage_rarely, write_json
     from groupwise.cli.printing import print_next
     from groupwise.core.errors import UsageError
 
-    collect_seldom()
+    collect_garbage_rarely()
     from groupwise.training.init.init import init as run
     from groupwise.training.init.init_from import init_from
 

@@ -84,7 +84,7 @@ that model is a toy and learns nothing.
 All commands: groupwise --help. Runs in a browser: groupwise web."""
 
 LIBRARIES = r"(torch|transformers|peft|datasets|huggingface_hub|numba|tokenizers|safetensors)\b"
-"""Modules whose announcements of later releases are for us, not for users."""
+"""Libraries whose warnings about future releases concern our developers, not users: they are not shown."""
 
 app = typer.Typer(
     name=PROGRAM,

@@ -29,11 +29,13 @@ from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
 PROGRAM = "groupwise"
 
-_COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile(
+    "[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 """Characters that control a terminal but that JSON need not escape, and lone surrogates, which cannot be encoded."""
 
 
-def collect_seldom() -> None:
+def collect_garbage_rarely() -> None:
     """Collect garbage rarely, in commands that make no run: their imports leave hardly any, and collecting takes a tenth of their time."""
     gc.set_threshold(1_000_000)
 
@@ -42,7 +44,7 @@ def write_json(data: Any) -> None:
     """Write one JSON document to stdout. NaN becomes null, and values of other types become their text."""
     ascii_only = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(without_nan(data), indent=2, ensure_ascii=ascii_only, default=str)
-    typer.echo(_COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+    typer.echo(_CONTROL_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 CANCELLED_CODE = 130

@@ -106,7 +106,7 @@ def gpus_of_model(text: str) -> tuple[str, int] | None:
 
 
 def expect_one_model(gpus: str, gpu_model: str | None) -> None:
-    """Raise UsageError if --gpu-model is given beside a value of --gpus that names a model."""
+    """Raise UsageError if --gpu-model is given in addition to a value of --gpus that names a model."""
     if gpu_model is not None:
         raise UsageError(
             f"--gpus {gpus} names a model of GPU, and so does --gpu-model {gpu_model}: give one."

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from groupwise.cli.options import AsJson, flag, option
-from groupwise.cli.output import collect_seldom
+from groupwise.cli.output import collect_garbage_rarely
 
 RESUME_VARIABLE = "RESUME_FROM"
 """The environment variable by which a fleet passes the checkpoint from which an attempt resumes."""
@@ -196,7 +196,7 @@ def _train(
     """Run the training and write its outcome. Its processes start before the config is read; a dry run has none. Raises Exit."""
     processes: AbstractContextManager[None] = nullcontext()
     if dry_run:
-        collect_seldom()
+        collect_garbage_rarely()
     else:
         from groupwise.engine.distributed.prefork import early_zygote
 

@@ -400,7 +400,7 @@ def _is_users_file(name: str) -> bool:
 
 def _import_hint(error: BaseException) -> str | None:
     if isinstance(error, ImportError) and "no known parent package" in str(error):
-        return "A task file is not a package: write `import helpers` for the file helpers.py beside it."
+        return "A task file is not a package: write `import helpers` for the file helpers.py in the same folder."
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     package = error.name.partition(".")[0]

@@ -59,7 +59,7 @@ class NumberedRow(dict[str, Any]):
         self.number = number
 
 
-def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+def with_number_of(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """A row with new columns that keeps the number of `row`."""
     return NumberedRow(columns, getattr(row, "number", None))
 
@@ -460,7 +460,7 @@ class Row:
     """The experts that the policy's pass replays, in the order of their tokens. Other tokens get those that the learner chooses."""
 
     @property
-    def as_taught(self) -> Row:
+    def as_seen_by_teacher(self) -> Row:
         """The row as the teacher sees it."""
         if self.teacher_prompt_ids is None:
             return self
@@ -564,10 +564,10 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class SharesDevice(Protocol):
-    """A sampler that can leave the device that it shares with the learner."""
+    """A sampler that can release its memory on the device that it shares with the learner."""
 
-    async def rest(self) -> None:
-        """Release what only sampling needs, until the next weights or request; do nothing while completions are under way."""
+    async def release_memory(self) -> None:
+        """Release the memory that only sampling needs, until the next weights or request; do nothing while completions are in progress."""
         ...
 
 

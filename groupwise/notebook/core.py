@@ -57,7 +57,7 @@ _NOT_HERE = {
     **{f"data.{key}": _ROWS + _LOADER for key in DatasetConfig.model_fields if key != "strict"},
     "data.seed": f"{_ROWS}Set seed, which splits them.",
     "data.test_split_size": f"{_ROWS}Set train_fraction, which splits them.",
-    "data.system_prompt": f"{_ROWS}Set system_prompt, which stands before each question.",
+    "data.system_prompt": f"{_ROWS}Set system_prompt, which is put before each question.",
     "rewards.in_process": _DECIDED,
     **{
         f"rewards.{key}": _REWARDS + _GIVEN

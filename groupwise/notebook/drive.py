@@ -174,7 +174,7 @@ class Mirror(Callback):
         if mark.is_file() and mark.read_text() == created_at:
             return self._folder
         logger.warning(
-            "%s holds another run of this name, so that nothing of %s is copied there. Move that folder away, or choose "
+            "%s holds another run of this name, so %s is not copied there. Move that folder away, or choose "
             "another experiment_name.",
             self._folder,
             run,

@@ -30,8 +30,8 @@ HF_LORA = "hf_lora"
 def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Session) -> str:
     """Write the newest checkpoint's adapter, with tokenizer and model card, into its `hf_lora/`. Returns the checkpoint's folder.
 
-    peft and vLLM load it as it is. With save_to_drive it is also zipped there. A session will do in place of the state, after an
-    interruption or in a new kernel. Raises RunNotFoundError where there is no checkpoint, UsageError for a state of another config.
+    peft and vLLM load it as it is. With save_to_drive it is also zipped there. A session may be given in place of the state, after an
+    interruption or in a new kernel. Raises RunNotFoundError if there is no checkpoint, UsageError for a state of another config.
     """
     run = _run_of(config, trainer_state)
     newest = checkpoints.newest(run / CHECKPOINTS)

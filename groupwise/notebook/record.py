@@ -100,7 +100,7 @@ class Record:
         rollouts = self.rollouts(step, limit)
         with self._store() as store:
             prompts = store.prompts({rollout.group - 1 for rollout in rollouts})
-        # The prompt stands only in the first row of each group.
+        # Only the first row of each group shows the prompt.
         groups = [None, *(rollout.group for rollout in rollouts)]
         rows = [
             (

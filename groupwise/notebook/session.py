@@ -158,7 +158,7 @@ def _existing_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise UsageError(
             f"The run's folder is gone: {folder.absolute()} is not there. Put it back (after os.chdir, go back to where the session was "
-            "prepared), or prepare another session: session = prepare_session(config). It finds what runs there are, or begins anew."
+            "prepared), or prepare another session: session = prepare_session(config). It finds existing runs, or starts a new one."
         )
     return folder
 

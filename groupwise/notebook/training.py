@@ -40,7 +40,7 @@ class TrainerState:
     """The result of a training."""
 
     grpo_trainer: RlResult = field(repr=False)
-    """Its result: summary, and the held-out evaluations before and after it."""
+    """The run's result: its summary, and the held-out evaluations before and after it."""
     final_policy: Path
     """The folder of the newest weights: a PEFT adapter with the tokenizer."""
     checkpoint_dir: str
@@ -95,7 +95,7 @@ def run_training(
     if previous is not None and previous.state == "finished":
         tell(
             f"{previous.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, previous)}"
+            f"Change a field (seed=…), or train again with resume=False.{_not_compared(facts, previous)}"
         )
         session.folder = previous.path
         if (mirror := drive.mirror_of(session.config, previous.name)) is not None:

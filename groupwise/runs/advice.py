@@ -205,7 +205,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
 
 
 def _updates_between(store: Store) -> bool:
-    """True if updates come between sampling and learning, by the config beside the record: several in a step, or sampling ahead."""
+    """True if updates come between sampling and learning, by the config in the run's folder: several in a step, or sampling ahead."""
     try:
         training = read_config(store.path.parent).get("training", {})
     except StoreError:  # a record without a run folder

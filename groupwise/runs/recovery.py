@@ -1,6 +1,6 @@
 """Recovers runs that lost their record or more, before they are resumed: any one checkpoint is enough to continue elsewhere.
 
-For that, each checkpoint contains parts of its run's folder (`carry`):
+For that, each checkpoint contains parts of its run's folder (`add_run_files`):
 
     checkpoints/step-N/run/config.json     the resolved configuration
     checkpoints/step-N/run/records/        all segments of the record before its own (`groupwise.runs.record_segments`)
@@ -30,7 +30,7 @@ from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
 
 
-def carry(run: Path, checkpoint: Path, step: int) -> None:
+def add_run_files(run: Path, checkpoint: Path, step: int) -> None:
     """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
     for name, file in record_segments.earlier_record_segments(run, step).items():

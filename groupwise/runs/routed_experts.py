@@ -1,4 +1,4 @@
-"""The choices of experts of rollouts that may be trained on again: a file for each group, beside the record.
+"""The choices of experts of rollouts that may be trained on again: a file for each group, next to the record.
 
     routed_experts/draw-N.zip                       an entry for each segment: MEMBER-POSITION-FIRST-TOKENS-LAYERS-TOPK, the indices
     checkpoints/step-N/routed_experts/draw-N.zip    the same files, linked, as they were when the checkpoint was written

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.extras import not_installed
-from groupwise.core.processes.family import MARK
+from groupwise.core.processes.process_tree import MARK
 from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.terminal.text import clean
 from groupwise.tasks.tools import (

@@ -35,10 +35,10 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.algorithms.custom import is_custom, load_custom
 from groupwise.algorithms.distillation import Distillation
 from groupwise.algorithms.kl import FIRST_BETA, TARGET
 from groupwise.algorithms.knobs import ConflictingKnobs, KnobConflict, disabled_by
-from groupwise.algorithms.own import is_own, load_own
 from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS, kind_of
@@ -98,7 +98,7 @@ class AlgorithmConfig(Strict):
     type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
-        "Published settings by name: a type and values for its keys. Keys beside it override them.",
+        "Published settings by name: a type and values for its keys. Other keys of this section override them.",
         on_resume="free",
     )
 
@@ -182,7 +182,7 @@ class OwnAlgorithmConfig(AlgorithmConfig):
         if not isinstance(data, Mapping):
             return data
         values = cast("Mapping[str, Any]", data)
-        kind = load_own(str(values.get("type")), again=True)
+        kind = load_custom(str(values.get("type")), again=True)
         return {knob.name: knob.default for knob in fields(kind)} | dict(values)
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -236,7 +236,7 @@ def _algorithm_type(section: Any) -> str | None:
 
 
 def _tag_of_type(name: str) -> str:
-    return OwnAlgorithmConfig.__name__ if is_own(name) else name
+    return OwnAlgorithmConfig.__name__ if is_custom(name) else name
 
 
 class AlgorithmSections(SectionByType):

@@ -206,7 +206,7 @@ def _slot_count(config: RunConfig, layout: Layout) -> int:
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
     slot_bytes = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
-    # What other programs hold on the GPU cannot be had, so it is not part of the whole.
+    # Memory that other programs hold on the GPU is not available, so it is not part of the total.
     fitting = int(SHARE_OF_CACHE * (prefork.free_memory(layout.device) or 0)) // slot_bytes
     max_slots = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
     return min(max_slots, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)

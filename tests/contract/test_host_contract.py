@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     Host,
     HostUnreachable,
     OutcomeUnknown,
@@ -27,6 +26,7 @@ from groupwise.jobs.hosts.port import (
     RunnerRefused,
     RunnerResponse,
 )
+from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.ssh import Address, SshHost
 from tests import ssh_hosts
 

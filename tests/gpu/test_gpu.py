@@ -151,7 +151,7 @@ def test_other_programs_get_the_memory_of_a_freed_cache(tmp_path):
     free_while_learning: list[int] = []
     for _ in range(3):
         free_before = torch.cuda.mem_get_info()[0]
-        asyncio.run(sampler.rest())
+        asyncio.run(sampler.release_memory())
         free_while_learning.append(torch.cuda.mem_get_info()[0])
         assert free_while_learning[-1] - free_before >= cache
         left.append(torch.zeros(3 << 20, dtype=torch.uint8, device=GPU))  # as moments would be

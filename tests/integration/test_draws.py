@@ -19,7 +19,7 @@ import torch
 import groupwise
 from groupwise.core.types import Group
 from groupwise.runs.store import Store
-from groupwise.training.loops import drawing
+from groupwise.training.loops import group_sampling
 from tests.integration.toy_run import config, what_must_be_equal
 
 
@@ -85,7 +85,7 @@ def rewards_of(group: Group) -> list[float]:
 def test_the_order_of_scoring_does_not_change_the_run(tmp_path, monkeypatch, lag):
     """Rewards of a group take as long as they like; the run is the same to the bit."""
     trained(tmp_path / "plain", 5, prompts_per_step=4, max_off_policy_steps=lag, max_steps=4)
-    score, dice = drawing.score, random.Random(5)
+    score, dice = group_sampling.score, random.Random(5)
     begun: list[int] = []
     ended: list[int] = []
 
@@ -96,7 +96,7 @@ def test_the_order_of_scoring_does_not_change_the_run(tmp_path, monkeypatch, lag
         ended.append(group.draw)
         return await score(run, group, step)
 
-    monkeypatch.setattr(drawing, "score", slow)
+    monkeypatch.setattr(group_sampling, "score", slow)
     trained(tmp_path / "slow", 5, prompts_per_step=4, max_off_policy_steps=lag, max_steps=4)
     assert begun != ended
     plain, late = (what_must_be_equal(tmp_path / name / "toy") for name in ("plain", "slow"))

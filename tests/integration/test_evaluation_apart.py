@@ -1,4 +1,4 @@
-"""An evaluation beside a training changes nothing of it, and what it finds can be compared and judged anew.
+"""An evaluation during a training does not change the training, and its result can be compared and scored again.
 
 1. A run with evaluations equals the run without, bit for bit: rollouts, metrics, weights, optimiser.
 2. No generator is moved (torch, Python) and no mode is changed, also where dropout makes training depend on both.

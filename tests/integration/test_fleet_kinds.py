@@ -1,4 +1,4 @@
-"""What the kinds of fleet jobs make of a row runs, and leaves what it says it leaves."""
+"""The commands that the kinds of fleet jobs make of a row run, and write the promised files."""
 
 from __future__ import annotations
 

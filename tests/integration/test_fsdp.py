@@ -180,7 +180,7 @@ def assert_halves(held: list[list[dict[str, int]]]) -> None:
 def numbers_held(hosted: WorkerState) -> dict[str, int]:
     """Of the base, and of the reference if that is another model."""
     models = hosted.trained.models()
-    kept = {id(each) for each in hosted.trained.undivided()}
+    kept = {id(each) for each in hosted.trained.unsharded()}
     weights = [each for model in models for each in model.parameters() if id(each) not in kept]
     parts = [each for each in weights if isinstance(each, DTensor)]
     return {

@@ -1,4 +1,4 @@
-"""What is measured on a GPU can be measured on a processor, in the smallest size."""
+"""The GPU benchmark also runs on a CPU, in its smallest size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lighteval itself, beside the program that stands in for it elsewhere: the same requests, the same files, the same marks.
+"""The real lighteval against the program that stands in for it in other tests: the same requests, files and scores.
 
 Wants the program (`groupwise eval --suite` says how to get it), and no network: the questions come from a hub on loopback. When
 lighteval starts for the first time it loads a file from GitHub, without which it does not start.

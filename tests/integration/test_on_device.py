@@ -1,4 +1,4 @@
-"""What `tests/gpu` asks of a GPU, asked of a processor that computes as one would: with torch alone, and with recordings as strict."""
+"""The checks of `tests/gpu`, on a CPU that computes as a GPU would: with torch only, and with recordings that are as strict."""
 
 from __future__ import annotations
 

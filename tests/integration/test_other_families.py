@@ -1,4 +1,4 @@
-"""Runs with models that transformers' modules compute: mixtures of experts, and what has other layers than attention."""
+"""Runs with models that transformers' modules compute: mixtures of experts, and models with other layers than attention."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import groupwise
 from groupwise.core import atomic_files
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from groupwise.training.loops import drawing
+from groupwise.training.loops import group_sampling
 from groupwise.training.loops import rl as loop
 from groupwise.training.loops.run import StepBatch
 from tests.integration.toy_run import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
@@ -77,8 +77,8 @@ class InTurns:
         for slot in range(size):
             draw = self.next_draw + slot
             choice = selection.take(step, slot, draw)
-            group = await drawing.sample(self.run, draw, choice, step)
-            groups.append(await drawing.score(self.run, group, step))
+            group = await group_sampling.sample(self.run, draw, choice, step)
+            groups.append(await group_sampling.score(self.run, group, step))
         return StepBatch(groups)
 
     def committed(self, drawn: StepBatch) -> None:
@@ -168,7 +168,7 @@ def start(settings: dict[str, Any]) -> None:
 @pytest.fixture
 def slow_rewards(monkeypatch):
     """Each group's rewards take another number of turns of the event loop; some take very long."""
-    score = drawing.score
+    score = group_sampling.score
     dice = random.Random(5)
 
     async def slow(run, group, step):
@@ -176,7 +176,7 @@ def slow_rewards(monkeypatch):
             await asyncio.sleep(0)
         return await score(run, group, step)
 
-    monkeypatch.setattr(drawing, "score", slow)
+    monkeypatch.setattr(group_sampling, "score", slow)
 
 
 def test_the_free_schedule_loses_no_group_even_over_crashes(tmp_path, slow_rewards):

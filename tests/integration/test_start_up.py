@@ -1,4 +1,4 @@
-"""What stands between a command and its first sampled token, told without a clock.
+"""What happens between a command and its first sampled token, checked without a clock.
 
 1. A command begins the processes of its ranks before anything else, and none for a dry run.
 2. Until then nothing heavy has been imported.

@@ -1,4 +1,4 @@
-"""Task files written for other frameworks run here with at most two lines added at their end, and give the rewards they gave there."""
+"""Task files written for other frameworks run here with at most two lines added at their end, and give the same rewards as there."""
 
 from __future__ import annotations
 

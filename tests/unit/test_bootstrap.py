@@ -1,4 +1,4 @@
-"""The set-up script: what it decides, what it asks of pip, and what it says when something is missing.
+"""The set-up script: its decisions, its calls of pip, and its messages if something is missing.
 
 pip itself is replaced by a recorder, but for what it does with hashes; nothing is installed.
 """

@@ -1,4 +1,4 @@
-"""Every problem of a config is told at once: none is hidden by another one, and none is made up because of another one.
+"""All problems of a config are reported at once: none is hidden by another, and none is caused by another.
 
 1. What is said of two mistakes that have nothing to do with each other is what is said of each alone.
 2. A check across keys is silent where a key that it reads is wrong, or may be there under another name: it would judge a default.

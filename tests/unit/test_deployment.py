@@ -1,4 +1,4 @@
-"""What stands in deploy/: images, compose files, the unit of systemd, the proxy.
+"""The files in deploy/: images, compose files, the systemd unit, the proxy.
 
 1. The Containerfile: a user who is not root, nothing copied that is not there or not needed, no secret.
 2. Every setting that a file gives is one, and has room for what it promises: state in the volume, time for a clean end.

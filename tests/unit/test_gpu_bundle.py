@@ -1,4 +1,4 @@
-"""What a machine with a GPU and no package index is given, and that `make gpu` then asks nothing of one. uv and pip are replaced."""
+"""What the bundle for a GPU machine without a package index contains, and that `make gpu` then uses no index. uv and pip are replaced."""
 
 import struct
 import subprocess

@@ -1,4 +1,4 @@
-"""The judge of histories objects to every violation that is planted, and to nothing else."""
+"""The history checker finds every violation that is planted, and nothing else."""
 
 import json
 from typing import Any

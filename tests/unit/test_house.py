@@ -22,7 +22,7 @@ __all__ = ["fleet_with_a_machine"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TENSOR_ROOMS = {"models", "learner", "sampler", "backends/unsloth"}
+TENSOR_PACKAGES = {"models", "learner", "sampler", "backends/unsloth"}
 UNPINNED = {"unsloth"}
 """It goes with older releases than those that are pinned; tests of the real one have an environment of their own."""
 HEAVY = ["torch", "transformers", "peft", "datasets", "numpy", "pandas", "safetensors"]
@@ -235,9 +235,9 @@ def test_every_marked_test_is_in_the_paths_of_its_stage(stage: str) -> None:
 # Files
 
 
-def test_every_module_is_in_a_room_whose_types_are_checked() -> None:
+def test_every_module_is_in_a_package_whose_types_are_checked() -> None:
     checked = {ROOT / entry for entry in PROJECT["tool"]["pyright"]["strict"]}
-    checked |= {ROOT / "groupwise" / "engine" / room for room in TENSOR_ROOMS}
+    checked |= {ROOT / "groupwise" / "engine" / package for package in TENSOR_PACKAGES}
     modules = (ROOT / "groupwise").rglob("*.py")
     unchecked = {
         path
@@ -247,7 +247,7 @@ def test_every_module_is_in_a_room_whose_types_are_checked() -> None:
     assert unchecked == set(), "add them to tool.pyright.strict in pyproject.toml"
 
 
-DOORS = {
+PUBLIC_NAMES = {
     "groupwise": (
         "AsyncTrainingClient Callback CallbackError CheckpointError Completion ConfigError EndpointError "
         "EnvironmentWorkerError EvalResult Example GenerateResult Group GroupwiseError ModelError NonFiniteError "
@@ -266,31 +266,33 @@ DOORS = {
     ).split(),
     "groupwise.tasks.rewards": ["get_reward_funcs"],
 }
-"""The rooms that have public names, and these."""
+"""The packages that have public names, and these names."""
 
 
 def test_only_packages_with_public_names_have_code_in_their_init() -> None:
-    doors = (ROOT / "groupwise").rglob("__init__.py")
-    used = [".".join(d.parent.relative_to(ROOT).parts) for d in doors if d.read_text().strip()]
-    assert sorted(used) == sorted(DOORS)
+    init_files = (ROOT / "groupwise").rglob("__init__.py")
+    used = [".".join(d.parent.relative_to(ROOT).parts) for d in init_files if d.read_text().strip()]
+    assert sorted(used) == sorted(PUBLIC_NAMES)
 
 
-def test_public_names_of_rooms_are_lazy() -> None:
+def test_public_names_of_packages_are_lazy() -> None:
     code = f"""
 import importlib, sys
-for name in {[*DOORS]}:
-    room = importlib.import_module(name)
+for name in {[*PUBLIC_NAMES]}:
+    package = importlib.import_module(name)
     own = [each for each in sys.modules if each.startswith(name + ".")]
-    assert (room.__all__, own) == (dir(room), []), name
-    print(name, *room.__all__)
+    assert (package.__all__, own) == (dir(package), []), name
+    print(name, *package.__all__)
 heavy = {{each for each in {HEAVY} if each in sys.modules}}
 assert not heavy, heavy
-assert all(callable(getattr(sys.modules[name], each)) for name in {[*DOORS]} for each in sys.modules[name].__all__ if each != "__version__")
+for name in {[*PUBLIC_NAMES]}:
+    module = sys.modules[name]
+    assert all(callable(getattr(module, each)) for each in module.__all__ if each != "__version__")
 heavy = {{each for each in {HEAVY} if each in sys.modules}} - {{"safetensors"}}
 assert not heavy, heavy
 """
     shown = {line.split()[0]: line.split()[1:] for line in python(code).splitlines()}
-    assert shown == DOORS
+    assert shown == PUBLIC_NAMES
 
 
 # Split, so that this file does not contain them.

@@ -1,4 +1,4 @@
-"""No regular expression takes more than in proportion to the length of its text, whatever that is.
+"""No regular expression takes more than linear time in the length of its text, whatever that is.
 
 Each pattern of the package is given texts that repeat what it begins to match: its letters, and its runs of letters with something behind.
 """

@@ -203,6 +203,6 @@ def strange(response: httpx2.Response, problem: str) -> StrangeAnswer:
     """The caller's error for a response that is not of this protocol."""
     return StrangeAnswer(
         f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {problem}: "
-        f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
+        f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether there is a proxy in between.",
         status=response.status_code,
     )

@@ -183,7 +183,7 @@ def _check_arguments(
 
 
 class _DrawQueue:
-    """Hands out draws until `wanted` groups are in progress, or posted and not lost afterwards."""
+    """Hands out draws until `total` groups are in progress, or posted and not lost afterwards."""
 
     def __init__(self, first: int, total: int) -> None:
         self._next = first

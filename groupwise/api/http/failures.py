@@ -29,8 +29,8 @@ def certificate_problem(url: str, error: BaseException | None) -> str | None:
     if (found := find_cause(error, ssl.SSLCertVerificationError)) is None:
         return None
     return (
-        f"{url} shows a certificate that is not trusted here ({found.verify_message}). Where an authority of your own has signed it, set "
-        "SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the URL."
+        f"{url} shows a certificate that is not trusted here ({found.verify_message}). If an authority of your own has signed it, set "
+        "SSL_CERT_FILE to the file with that authority's certificate; if it is for another name, use that name in the URL."
     )
 
 

@@ -217,5 +217,5 @@ def refuse_duplicate_keys(pairs: list[tuple[str, Any]], max_keys: int = MAX_KEYS
         raise NotStrict(f"an object has more than {max_keys:,} keys")
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        raise NotStrict("a key stands twice in an object")
+        raise NotStrict("a key is repeated in an object")
     return mapping

@@ -28,7 +28,7 @@ class LivingGroup(ResponseModel):
     prompt: str = Field(description="The beginning of its prompt.")
     opened_at: float = Field(description="Seconds since 1970.")
     lease_seconds: float | None = Field(
-        default=None, description="Until its lease is over; null where it is rewarded."
+        default=None, description="Seconds until its lease ends; null once it is rewarded."
     )
     mean_reward: float | None = Field(
         default=None, description="Mean reward of the scored members; null before the rewards."
@@ -39,7 +39,7 @@ class WaitingRequest(ResponseModel):
     """A request for completions that waits until there is room for it."""
 
     key_id: str = Field(description="Id of the API key of the request.")
-    groups: int = Field(description="Groups that it wants.")
+    groups: int = Field(description="Groups that it requests.")
     draws: list[int] = Field(
         default=[], description="Those that it names, whose turn has to come; else any."
     )

@@ -1,4 +1,4 @@
-"""Bodies that the API of a fleet takes, beside the request for a job: shared by the server, its client and the document.
+"""Request bodies of a fleet's API, except the request for a job: shared by the server, its client and the document.
 
 It answers with the documents of `groupwise.jobs.fleet.operations.documents`: JSON objects whose keys are the columns of the tables. A
 piece of a log is answered as it is, and headers say where the next one begins.

@@ -72,7 +72,7 @@ def body_hash(body: bytes) -> str:
         canonical = json.dumps(
             _with_whole_numbers(json.loads(body)), sort_keys=True, separators=(",", ":")
         )
-    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: as it stands
+    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: unchanged
         return hashlib.sha256(b"bytes:" + body).hexdigest()
     return hashlib.sha256(b"json:" + canonical.encode()).hexdigest()
 

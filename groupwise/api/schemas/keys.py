@@ -239,7 +239,7 @@ def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
         if isinstance(key, str):
             problems.append(f"{source}:{number}: {key}")
         elif key.id in keys:
-            problems.append(f"{source}:{number}: the id {key.id} stands there twice")
+            problems.append(f"{source}:{number}: the id {key.id} is repeated")
         else:
             keys[key.id] = key
     if problems:

@@ -123,7 +123,7 @@ KINDS: Mapping[str, ProblemKind] = {
     "full_fine_tuning": ProblemKind(
         409,
         "All weights are being trained",
-        "A run that trains all weights has the model to itself; nothing else can be trained beside it.",
+        "A run that trains all weights uses the model alone; nothing else can be trained meanwhile.",
     ),
     "manual_mode": ProblemKind(
         409,

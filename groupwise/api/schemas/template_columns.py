@@ -32,7 +32,7 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
     for name in columns:
         if _nearly_arguments(name):
             raise TaskError(
-                f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
+                f"{where}: the column `{name}` has no effect: arguments of the chat template go into the column `{ARGUMENTS}`, such as "
                 '{"enable_thinking": false}. Rename the column, or leave it out.'
             )
     tools = _parse_cell(columns.get(TOOLS), TOOLS, where)

@@ -112,7 +112,7 @@ def wrong(field: str, problem: str) -> PydanticCustomError:
 def _check_unique(values: list[Any]) -> list[Any]:
     if len(set(values)) != len(values):
         twice = next(value for value in values if values.count(value) > 1)
-        raise PydanticCustomError("twice", "{value} stands twice", {"value": twice})
+        raise PydanticCustomError("twice", "{value} is repeated", {"value": twice})
     return values
 
 
@@ -158,7 +158,7 @@ PromptGiven = Annotated[
     Annotated[Text, Tag("(text)")] | Annotated[Messages, Tag("(messages)")],
     Discriminator(lambda given: "(text)" if isinstance(given, str) else "(messages)"),
 ]
-"""Text, which is tokenised as it stands, or messages, which go through the chat template."""
+"""Text, which is tokenised unchanged, or messages, which go through the chat template."""
 
 PromptPlain = str | list[dict[str, Any]]
 """A prompt as the rest of the package has it, `groupwise.core.types.Prompt`."""
@@ -649,7 +649,7 @@ class RewardsOfSeveral(Body):
         seen: set[str] = set()
         for index, group in enumerate(self.groups):
             if group.group_id is not None and group.group_id in seen:
-                raise wrong(f"groups.{index}.group_id", f"{group.group_id} stands twice")
+                raise wrong(f"groups.{index}.group_id", f"{group.group_id} is repeated")
             seen |= {group.group_id} if group.group_id is not None else set()
         return self
 
@@ -841,7 +841,7 @@ class Quarantined(ResponseModel):
 
 
 class TinkerStatus(ResponseModel):
-    """Models that clients train through the Tinker API, beside the run or without one."""
+    """Models that clients train through the Tinker API, with or without a run."""
 
     sessions: int = Field(default=0, description="Clients that have not ended their session.")
     models: list[str] = Field(default=[], description="Their models, by the ids that they have.")

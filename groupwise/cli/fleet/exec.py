@@ -47,7 +47,7 @@ def exec_command(
 ) -> None:
     """Run a command on a machine, and print its output.
 
-    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue. It needs no
+    Exits with its exit code; Ctrl-C cancels it. It is a short job, pinned to the machine and first in the queue. It needs no
     free CPU slot, so it runs on a full or drained machine too; with --gpus it waits for GPUs. It has an empty working folder of its own.
     """
     from groupwise.cli.fleet.follow import exit_code_of
@@ -58,7 +58,7 @@ def exec_command(
         options, dashes, program = shlex.join(command).partition(" -- ")
         right = f"{options if dashes else command[0]} {target} -- {program or '…'}"
         raise UsageError(
-            f"{command[0]} stands behind {target}, where the command begins: options stand before it, `groupwise fleet exec {right}`"
+            f"{command[0]} comes after {target}, where the command begins: put options before it, `groupwise fleet exec {right}`"
         )
     with fleet(fleet_at) as access:
         vm = _machine_of(access, target)

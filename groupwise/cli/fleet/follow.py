@@ -4,7 +4,8 @@ A log is read in parts. Each part contains the attempt and offset of the next; a
 reads the job's status before the log. So once it sees that a job has ended, it reads the complete log, because a job's log is complete
 before its status becomes final.
 
-While a fleet does not answer, requests are repeated (`access.retries`). They only read, from a given position, so nothing is printed twice.
+While a fleet does not answer, requests are repeated (`FleetClient.retries`). They only read, from a given position, so nothing is printed
+twice.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet
-from groupwise.cli.options import AsJson, DryRun, Follow, option
+from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet, progress
+from groupwise.cli.options import AsJson, DryRun, Follow, flag, option
 from groupwise.cli.output import report_error, say, write_json
 from groupwise.cli.parsing import pairs, seconds, statuses
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -18,10 +19,6 @@ from groupwise.core.terminal.quantities import byte_size, counted
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
-from pathlib import Path
-
-from groupwise.cli.fleet.access import progress
-from groupwise.cli.options import flag
 
 JobIds = Annotated[
     list[str] | None,
@@ -60,7 +57,7 @@ class JobFilter:
         return [f"--{option.name}" for option in fields(self) if getattr(self, option.name)]
 
     def query(self, default: frozenset[str] | None = None) -> dict[str, Any]:
-        """The arguments of `Fleet.jobs`. `default`: the statuses to use if none is given. Raises UsageError."""
+        """The arguments of `FleetClient.jobs`. `default`: the statuses to use if none is given. Raises UsageError."""
         chosen_statuses = statuses(self.status) or default
         pairs("--label", self.label)
         return {

@@ -13,8 +13,8 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
+from groupwise.cli.fleet.machine_address import SshOptions, Trust, ask_user, observe_new
 from groupwise.cli.fleet.prepare import prepare
-from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, observe_new
 from groupwise.cli.options import AsJson, WrappingGroup, command, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
@@ -235,7 +235,7 @@ def _location(
 ) -> tuple[dict[str, Any], bool]:
     """The location fields of a new machine, and whether it is trusted. Without options, it is this machine if it has an engine, else the
     removed machine of this name."""
-    from groupwise.cli.fleet import reach
+    from groupwise.cli.fleet import machine_address
 
     if ssh == SshOptions() and trust == Trust(ask=trust.ask):
         if has_engine:
@@ -249,19 +249,19 @@ def _location(
             location = {name: removed[name] for name in LOCATION}
             return location, removed["transport"] == "local" or bool(removed["host_key"])
     address = ssh.of_new(trust)
-    host_key = reach.host_key_of(address, trust)
+    host_key = machine_address.host_key_of(address, trust)
     keys = {"host_key": host_key.pinned, "seen_host_key": host_key.shown}
     return {"transport": "ssh", **address.as_fields(), **keys}, bool(host_key.pinned)
 
 
 def _location_from_afar(vm: str, ssh: SshOptions, trust: Trust, *, prepare: bool) -> dict[str, Any]:
     """The location fields of a new machine, for a fleet that runs elsewhere. Raises UsageError for options that only work where it runs."""
-    from groupwise.cli.fleet import reach
+    from groupwise.cli.fleet import machine_address
 
     if trust.fingerprint is not None or trust.of_jump is not None or trust.assume_yes:
-        raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
+        raise UsageError(machine_address.NO_KEY_FROM_AFAR.format(vm=vm))
     if prepare:
-        raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
+        raise UsageError(machine_address.NO_PREPARING_FROM_AFAR.format(vm=vm))
     return ssh.of_new_from_afar().as_fields()
 
 

@@ -219,7 +219,7 @@ def print_job(job: Document, now: float) -> None:
     )
     for number, attempt in enumerate(job["attempts"], 1):
         _print_attempt(number, attempt, now)
-    # What attempts went through stands above; --json has all events.
+    # The attempts' events are shown above; --json has all events.
     of_job = [event for event in job["events"] if event["kind"].startswith("job.")]
     print_section("events", [event_line(event) for event in of_job])
 

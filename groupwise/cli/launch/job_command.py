@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from groupwise.cli.options import Command
-from groupwise.cli.output import PROGRAM, collect_seldom
+from groupwise.cli.output import PROGRAM, collect_garbage_rarely
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
@@ -53,7 +53,7 @@ class LaunchCommand(Command):
     """A command whose line ends with `-- COMMAND ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        collect_seldom()
+        collect_garbage_rarely()
         launcher_args, job_command = split_command(args)
         if job_command is None:
             from groupwise.jobs.launch.preflight import COMMANDS
@@ -65,7 +65,7 @@ class LaunchCommand(Command):
                     [*launcher_args[:first], "--", *launcher_args[first:]]
                 )
                 raise UsageError(
-                    f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"
+                    f"put the command to run after `--`, and the launcher's own options before it: {corrected}"
                 )
         elif job_command.script is not None:
             launcher_args = [*launcher_args, SCRIPT, job_command.script]

@@ -56,8 +56,8 @@ def modal(
 
         groupwise launch modal --gpu-model A100 -- sft -c C.yaml -t task.py
     """
+    from groupwise.jobs.clouds.modal.api import NAMED
     from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS
-    from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.fleet.machines.plans import sent_files
     from groupwise.jobs.launch.packaging import local_store
     from groupwise.jobs.launch.places import MODAL, JobBackend

@@ -42,7 +42,7 @@ class LoginOptions:
     def machine(self, host: str, python: str | None) -> JobBackend:
         """The machine that `ssh HOST` connects to, with its host key pinned: by a fingerprint or, in a terminal, by the user's answer."""
         require_packages("A job on another machine", "launch", "asyncssh")
-        from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, host_key_of
+        from groupwise.cli.fleet.machine_address import SshOptions, Trust, ask_user, host_key_of
         from groupwise.jobs.hosts.ssh import AGENT
         from groupwise.jobs.launch.places import SSH, JobBackend
 

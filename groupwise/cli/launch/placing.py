@@ -209,7 +209,7 @@ def _try_here(
 ) -> DryRunReport:
     """Try the command on this machine. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
-    from groupwise.jobs.clouds.modal.port import NAMED
+    from groupwise.jobs.clouds.modal.api import NAMED
     from groupwise.jobs.launch.preflight import (
         DryRunReport,
         first_rank_variables,

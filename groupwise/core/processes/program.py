@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from uuid import uuid4
 
-from groupwise.core.processes.family import MARK, end_family, has_ended
+from groupwise.core.processes.process_tree import MARK, has_ended, kill_process_tree
 from groupwise.core.rendezvous import without_rank
 from groupwise.core.terminal.text import clean
 
@@ -94,7 +94,7 @@ class ProcessGroup:
     def end(self) -> int:
         """End all remaining processes; returns the return code of the program."""
         if self.process.returncode is None:
-            end_family(self.process.pid, self._mark)
+            kill_process_tree(self.process.pid, self._mark)
         code = self.process.wait()
         if self._secret is not None and self._secret.encode() in (content := self.log.read_bytes()):
             self.log.write_bytes(content.replace(self._secret.encode(), "…".encode()))

@@ -1,7 +1,7 @@
 """`python -m groupwise.core.processes.run_tied PARENT MARK NICENESS WORD…` replaces itself with the program `WORD…`.
 
 The program, and everything that it starts, ends when process `PARENT` does, even if that is killed; see
-`groupwise.core.processes.family.tie_to_parent`.
+`groupwise.core.processes.process_tree.tie_to_parent`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from groupwise.core.processes.family import tie_to_parent
+from groupwise.core.processes.process_tree import tie_to_parent
 
 if __name__ == "__main__":
     tie_to_parent(int(sys.argv[1]), sys.argv[2])

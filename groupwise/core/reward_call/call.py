@@ -98,7 +98,7 @@ class TrainerState:
         names = ", ".join(field.name for field in fields(self))
         epochs = "" if self.steps_per_epoch is None else ", epoch, num_train_epochs"
         raise AttributeError(
-            f"`trainer_state` has no `{name}` here: rewards are called beside the training, and are told where it stands and no more. "
+            f"`trainer_state` has no `{name}` here: rewards are called outside the training loop, and only get its position. "
             f"There are: {names}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
         )
 

@@ -42,7 +42,7 @@ def _check_distinct(all_marks: tuple[str, ...]) -> None:
     for first, second in permutations(all_marks, 2):
         if first.lower() in second.lower():
             raise ValueError(
-                f"the marks of tags {first!r} and {second!r} cannot be told apart: one stands in the other. Give others."
+                f"the marks of tags {first!r} and {second!r} cannot be distinguished: one contains the other. Choose others."
             )
 
 

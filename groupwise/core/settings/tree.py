@@ -100,7 +100,7 @@ def parse_yaml(text: str) -> Any:
             raise YAMLError(f"it is nested more than {DEEPEST} deep")
         if count > LARGEST:
             raise YAMLError(
-                f"it holds more than {LARGEST:,} values, counting each alias as what it stands for"
+                f"it holds more than {LARGEST:,} values, counting each alias as its value"
             )
         if isinstance(part, Mapping):
             part = list(cast("Mapping[Any, Any]", part).values())

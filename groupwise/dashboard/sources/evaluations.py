@@ -111,7 +111,7 @@ def side_outside_runs(runs: Path, reference: str) -> Side:
         names_file = reference == f":{prefix}{name}" and Path(name).name == name
         if names_file and name.endswith(".json") and is_file(folder / name):
             return side_of_file(folder / name)
-    raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
+    raise RunNotFoundError(f"There is no results file {reference[1:101]!r} next to the runs.")
 
 
 def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:

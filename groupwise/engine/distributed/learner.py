@@ -27,10 +27,10 @@ from groupwise.engine.distributed.sharding import shard_rows
 class RankLearner:
     """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
 
-    def __init__(self, ranks: WorkerCalls, *, divided: bool = False) -> None:
-        """`divided`: each rank holds a part of every weight, so all take part in each computation (`groupwise.engine.learner.fsdp`)."""
+    def __init__(self, ranks: WorkerCalls, *, sharded: bool = False) -> None:
+        """`sharded`: each rank holds a part of every weight, so all take part in each computation (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
-        self._divided = divided
+        self._sharded = sharded
         self._trained: list[list[int]] = []
         """Row indices of each rank, from the last call of `forward_backward`."""
 
@@ -42,7 +42,7 @@ class RankLearner:
         calls = [
             (rank, "learner.forward_backward", (_rows_at(rows, share), loss, dict(denominators)))
             for rank, share in enumerate(self._trained)
-            if share or self._divided
+            if share or self._sharded
         ]
         sums: dict[str, float] = {}
         for rank_sums in await self._call_ranks(calls):
@@ -71,7 +71,7 @@ class RankLearner:
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
         self._trained = []
-        if self._divided and self._ranks.stuck:
+        if self._sharded and self._ranks.stuck:
             return  # waiting ranks would not answer; the run is over
         self._ranks.call_all_now("learner.discard")
 
@@ -125,7 +125,7 @@ class RankLearner:
 
     async def _call_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
         """Make calls that each rank answers independently and that may be cancelled. With divided weights, all ranks answer together."""
-        if self._divided:
+        if self._sharded:
             return await self._ranks.call_together(calls)
         return await self._ranks.call_each(calls, droppable=True)
 
@@ -135,10 +135,10 @@ class RankLearner:
         calls = [
             (rank, name, (_rows_at(rows, share), *arguments))
             for rank, share in enumerate(shares)
-            if share or self._divided
+            if share or self._sharded
         ]
         answers = await self._call_ranks(calls)
-        return _merge_shares([share for share in shares if share or self._divided], answers)
+        return _merge_shares([share for share in shares if share or self._sharded], answers)
 
 
 class RankTrace:

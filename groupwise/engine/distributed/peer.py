@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from groupwise.core.errors import GroupwiseError, UsageError, WorkerLostError
-from groupwise.core.processes.family import signal_when_parent_ends
+from groupwise.core.processes.process_tree import signal_when_parent_ends
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed.handshake import (
     HANDSHAKE_TIMEOUT,

@@ -19,7 +19,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from groupwise.core.processes.family import signal_when_parent_ends
+from groupwise.core.processes.process_tree import signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
     Call,
     CallFailure,
@@ -48,7 +48,7 @@ def run_rank(
 
 
 def send_log(channel: MessageChannel | None, level: int) -> None:
-    """Send the package's log to the main process from now on, or discard it if `line` is None."""
+    """Send the package's log to the main process from now on, or discard it if `channel` is None."""
     log = logging.getLogger("groupwise")
     log.setLevel(level)
     log.propagate = False

@@ -22,7 +22,7 @@ from typing import Any
 
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import PLAIN, describe_exit
+from groupwise.core.processes.process_tree import PLAIN, describe_exit
 from groupwise.engine.distributed.messages import (
     Call,
     CallFailure,
@@ -233,7 +233,7 @@ def end_reason_of(lived: Callable[[], RunError]) -> RunError:
         return error
     except BaseException as error:  # noqa: BLE001 — callers would otherwise wait for ever
         reason = RunError(
-            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME_HINT}"
+            f"The messages of the model workers cannot be read:\n{explain(error)}\n{RESUME_HINT}"
         )
         reason.__cause__ = error
         return reason
@@ -250,7 +250,7 @@ def _log_record(record: logging.LogRecord) -> None:
 
 
 def require_equal(name: str, values: Sequence[str]) -> str:
-    """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
+    """The value that all ranks report. Raises RunError if they differ; `name` is the value's name in its message."""
     if len(set(values)) > 1:
         raise RunError(
             f"The model workers have come apart: {name} should be the same in all of them, and are {', '.join(values)}. "

@@ -93,10 +93,10 @@ class RankSampler:
             _SERVED, await self._ranks.call_all("sampler.fingerprint")
         )
 
-    async def rest(self) -> None:
-        """See `groupwise.core.types.SharesDevice.rest`."""
+    async def release_memory(self) -> None:
+        """See `groupwise.core.types.SharesDevice.release_memory`."""
         if self._frees_cache and not self._waiting and not self._dealt:
-            await self._ranks.call_all("sampler.rest")
+            await self._ranks.call_all("sampler.release_memory")
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
@@ -135,10 +135,10 @@ class RankPolicy:
     All calls block their thread: servers are compared with the learner between two pieces of work.
     """
 
-    def __init__(self, ranks: WorkerCalls, *, divided: bool = False) -> None:
-        """`divided`: each rank holds a part of every weight (`groupwise.engine.learner.fsdp`)."""
+    def __init__(self, ranks: WorkerCalls, *, sharded: bool = False) -> None:
+        """`sharded`: each rank holds a part of every weight (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
-        self._holders = range(ranks.count if divided else 1)
+        self._holders = range(ranks.count if sharded else 1)
         """The ranks that hold the weights, or a part of them."""
         self.vocabulary = int(self._call("vocabulary"))
         """See `LocalPolicy`."""
@@ -185,7 +185,7 @@ class RankPolicy:
 
     def broadcast_weights(self, server: str, timeout: float) -> None:
         """See `LocalPolicy.broadcast_weights`."""
-        sending, *contributing = self._calls("contribute_parts")
+        sending, *contributing = self._calls("contribute_shards")
         sending = (0, "local_policy.broadcast_weights", (server, timeout))
         self._ranks.call_each_now([sending, *contributing])
 

@@ -50,17 +50,17 @@ _CHECKS_PER_TIMEOUT = 8
 
 
 class SamplerWorkers(SpawnedWorkers):
-    """`count` samplers. One that ends, or is silent for longer than `timeout` seconds, is replaced. With `tells`, the first one sends the
-    package's log."""
+    """`count` samplers. One that ends, or is silent for longer than `timeout` seconds, is replaced. With `sends_log`, the first one sends
+    the package's log."""
 
-    def __init__(self, count: int, first_gpu: int, *, tells: bool, timeout: float) -> None:
+    def __init__(self, count: int, first_gpu: int, *, sends_log: bool, timeout: float) -> None:
         super().__init__(count, "sampler", first_gpu)
         self._timeout = timeout
         self._heartbeat_interval = self._check_interval = timeout / _CHECKS_PER_TIMEOUT
         self._silent: Counter[int] = Counter()
         """Consecutive silence checks, `_heartbeat_interval` seconds apart, without a message from each sampler."""
         self._checked_at = time.monotonic()
-        self._sends_log = tells
+        self._sends_log = sends_log
         self._replacement_lock = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
         """Unanswered calls of each sampler, by their numbers; a replacement receives them again."""
@@ -104,13 +104,13 @@ class SamplerWorkers(SpawnedWorkers):
 
     def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
         assert self._setup is not None
-        tells = self._sends_log and rank == 0
+        sends_log = self._sends_log and rank == 0
         return RankSetup(
             rank,
             self.count,
             self._setup,
             None,
-            sends_log=tells,
+            sends_log=sends_log,
             heartbeat_interval=self._heartbeat_interval,
         ), []
 

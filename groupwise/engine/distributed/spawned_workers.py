@@ -19,8 +19,8 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from groupwise.core.errors import RunError
-from groupwise.core.processes.family import NO_GPU
 from groupwise.core.processes.output import Output
+from groupwise.core.processes.process_tree import NO_GPU
 from groupwise.engine.distributed.messages import (
     CallFailure,
     CallResult,

@@ -58,7 +58,7 @@ def read_torchrun_rank(environment: Mapping[str, str] = os.environ) -> TorchrunR
 
 
 def check_world_size(launch: TorchrunRank | None, learners: int) -> None:
-    """Raise UsageError if the config wants another number of learners than processes were started."""
+    """Raise UsageError if the config asks for another number of learners than there are processes."""
     if launch is None or launch.count == learners:
         return
     raise UsageError(

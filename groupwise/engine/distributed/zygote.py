@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.plugins import load
-from groupwise.core.processes.family import NO_GPU, signal_when_parent_ends
+from groupwise.core.processes.process_tree import NO_GPU, signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
     Call,
     CallFailure,

@@ -1,4 +1,4 @@
-"""Weights divided among learners (FSDP2), for models that do not fit on one GPU.
+"""Shards weights over learners (FSDP2), for models that do not fit on one GPU.
 
 Each learner holds a part of every weight of the base. A layer's weights are gathered when it computes, in the forward and again in the
 backward pass, and freed afterwards; embedding and head are gathered for a whole pass. If all weights are trained, gradients, moments and
@@ -35,8 +35,8 @@ from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.targets import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.weights import TrainedWeights
 
-_PASS = "divided_pass"
-"""Name of the method, added to a divided model, that makes a pass."""
+_PASS = "sharded_pass"
+"""Name of the method, added to a sharded model, that makes a pass."""
 _EMPTY_BATCH = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
 """Batch for learners that have no rows left."""
 
@@ -72,7 +72,7 @@ class FsdpEngine:
         if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
         for model in (policy, *references):
-            shard_model(cast("PreTrainedModel", model), device, weights.undivided())
+            shard_model(cast("PreTrainedModel", model), device, weights.unsharded())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
@@ -104,19 +104,19 @@ class FsdpEngine:
 
 
 class FsdpGradientSum(ProcessGroupGradientSum):
-    """Like `ProcessGroupGradientSum`, but FSDP has already summed the gradients of divided weights in the backward pass."""
+    """Like `ProcessGroupGradientSum`, but FSDP has already summed the gradients of sharded weights in the backward pass."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.SharedMemoryGradientSum.sum_gradients`."""
-        undivided = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        if undivided:
-            super().sum_gradients(undivided)
+        unsharded = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if unsharded:
+            super().sum_gradients(unsharded)
 
 
 def shard_model(
-    model: PreTrainedModel, device: str, undivided: Sequence[nn.Parameter] = ()
+    model: PreTrainedModel, device: str, unsharded: Sequence[nn.Parameter] = ()
 ) -> None:
-    """Keep only this learner's part of each weight, on `device`; those that stay `undivided` move there whole."""
+    """Keep only this learner's part of each weight, on `device`; those that stay `unsharded` move there whole."""
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -126,9 +126,9 @@ def shard_model(
             f"distributed.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that "
             "its weights cannot be gathered one layer after another. Set distributed.strategy=ddp, for which the model must fit on one GPU."
         )
-    for parameter in undivided:
+    for parameter in unsharded:
         parameter.data = parameter.data.to(mesh.device_type)
-    ignored = set(undivided)
+    ignored = set(unsharded)
     for layer in reversed(layers):  # inner layers before those that contain them
         fully_shard(layer, mesh=mesh, ignored_params=ignored)
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)

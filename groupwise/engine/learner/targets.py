@@ -1,8 +1,8 @@
 """Selects the tokens of a micro-batch for which the head computes something, and describes what it computes: log-probabilities, entropies,
 the most likely tokens, the KL to a teacher.
 
-Axes beside the usual ones: A completion tokens of all rows one after another, N the selected ones of them, K targets for one token, H
-hidden size, X entries of a list.
+Axes in addition to the usual ones: A completion tokens of all rows one after another, N the selected ones of them, K targets for one token,
+H hidden size, X entries of a list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The teacher of a distillation as a learner sees it: another model, the policy's own weights, or a moving average of them.
 
-A teacher computes rows as the learner does, in an engine of its own or in the learner's. It sees its own prompt (`Row.as_taught`), and no
-gradient is taken. With `MovingAverage` it follows the policy: after each update, teacher ← teacher + rate · (policy − teacher).
+A teacher computes rows as the learner does, in an engine of its own or in the learner's. It sees its own prompt (`Row.as_seen_by_teacher`),
+and no gradient is taken. With `MovingAverage` it follows the policy: after each update, teacher ← teacher + rate · (policy − teacher).
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Teacher:
 
     def distributions(self, rows: Sequence[Row], max_tokens: int) -> Distributions:
         """Its distributions at all trained tokens of the rows, one row after another."""
-        as_taught = [row.as_taught for row in rows]
+        as_seen_by_teacher = [row.as_seen_by_teacher for row in rows]
         states_by_row: list[Any] = [None] * len(rows)
         head = None
         with torch.no_grad(), self.engine.acting(self.role, gradient=False) as compute:
-            for batch in self.engine.cut(as_taught, max_tokens, gradient=False):
+            for batch in self.engine.cut(as_seen_by_teacher, max_tokens, gradient=False):
                 distributions = compute(batch, DISTRIBUTIONS).distributions
                 assert distributions is not None, "they were asked for"
                 head = distributions.logits

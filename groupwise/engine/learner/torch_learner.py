@@ -46,11 +46,11 @@ from groupwise.engine.learner.schedule import learning_rate_too_high
 from groupwise.engine.learner.targets import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
 from groupwise.engine.learner.teacher import Teacher
 from groupwise.engine.learner.weights import TrainedWeights, total_norm
-from groupwise.engine.models.divided import WholeTensors
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import copy_exactly, fingerprint
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
+from groupwise.engine.models.sharded import FullTensors
 from groupwise.runs import publications
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class TorchLearner:
         replicas: GradientSum | None = None,
         native: bool = True,
         routing_replay: bool = False,
-        divide_on: str | None = None,
+        shard_device: str | None = None,
         engine: LearnerEngine | None = None,
         make_teacher: Callable[[LearnerEngine], Teacher] | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class TorchLearner:
         `routing_replay`: replay the experts that the sampler chose; see `groupwise.engine.learner.routing_replay`.
         `engine`: computes the rows, if these weights need a special engine; the arguments that configure an engine do not apply to it.
         `make_teacher`: makes the teacher of a distillation, given the learner's own engine.
-        `divide_on`: device of this learner's part if weights are divided among the replicas; see `groupwise.engine.learner.fsdp`.
+        `shard_device`: device of this learner's part if weights are divided among the replicas; see `groupwise.engine.learner.fsdp`.
         """
         self._weights = weights
         self._run = run
@@ -107,14 +107,14 @@ class TorchLearner:
         self._keep_publications = keep_publications
         self._seed = seed
         self._dropout = weights.dropout > 0
-        self._divided = divide_on is not None
+        self._sharded = shard_device is not None
         self._engine = engine or _make_engine(
             weights,
             native=native and not routing_replay,
             packing=packing,
             routing_replay=routing_replay,
             gradient_checkpointing=gradient_checkpointing,
-            divide_on=divide_on,
+            shard_device=shard_device,
         )
         self._teacher = make_teacher(self._engine) if make_teacher is not None else None
         self._parameters = weights.parameters()
@@ -171,7 +171,7 @@ class TorchLearner:
             result, logprobs_BT = self._backward(batch, outputs, loss_function, denominators)
             _add_sums(sums, result)
             logprobs_by_batch.append((batch, logprobs_BT))
-            if not self._divided:  # divided learners must stay in the same order
+            if not self._sharded:  # divided learners must stay in the same order
                 device = self._weights.model.device
                 devices = [] if device.type == "cpu" else [device]
                 # Other learners in this process may draw random numbers now; dropout then continues from its own state.
@@ -215,7 +215,7 @@ class TorchLearner:
 
         Threads hash and write the weights, which takes seconds for a large model. Raises `StoreError` if the files cannot be written.
         """
-        if self._divided:  # parts are gathered before the next call of all learners begins
+        if self._sharded:  # parts are gathered before the next call of all learners begins
             return self._publish(version)
         return await wait_until_done(asyncio.to_thread(self._publish, version))
 
@@ -224,7 +224,7 @@ class TorchLearner:
         # SHA-256 takes as long as writing, and both leave other threads running.
         with ThreadPoolExecutor(1) as beside:
             fingerprint = beside.submit(self.fingerprint)
-            if self._divided:  # all learners must read each tensor's parts in the same order
+            if self._sharded:  # all learners must read each tensor's parts in the same order
                 fingerprint.result()
             with atomic_files.explaining_disk_errors(folder):
                 self._weights.publish(folder)
@@ -244,7 +244,7 @@ class TorchLearner:
     def attend_publication(self) -> str:
         """Contribute this learner's parts while the first learner publishes; returns the fingerprint."""
         fingerprint = self.fingerprint()
-        self._weights.contribute_parts()
+        self._weights.contribute_shards()
         return fingerprint
 
     async def logprobs(
@@ -252,7 +252,7 @@ class TorchLearner:
     ) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
         if role == "teacher":
-            rows = [row.as_taught for row in rows]
+            rows = [row.as_seen_by_teacher for row in rows]
         forwards = self._forwards(rows, role)
         return _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
@@ -319,13 +319,13 @@ class TorchLearner:
 
     async def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. A thread writes. Raises OSError if the files cannot be written."""
-        if self._divided:  # see `publish`
+        if self._sharded:  # see `publish`
             self._save(Path(folder))
             return
         await wait_until_done(asyncio.to_thread(self._save, Path(folder)))
 
     def _save(self, path: Path) -> None:
-        moments = {**WholeTensors(self._optimiser_tensors())}
+        moments = {**FullTensors(self._optimiser_tensors())}
         self._weights.save(path)
         if self._teacher is not None and self._teacher.average is not None:
             self._teacher.average.save(path)
@@ -334,8 +334,8 @@ class TorchLearner:
 
     def attend_save(self) -> None:
         """Contribute this learner's parts while the first learner saves."""
-        WholeTensors(self._optimiser_tensors()).contribute_parts()
-        self._weights.contribute_parts()
+        FullTensors(self._optimiser_tensors()).contribute_shards()
+        self._weights.contribute_shards()
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
@@ -417,14 +417,14 @@ def _make_engine(
     packing: bool,
     routing_replay: bool,
     gradient_checkpointing: bool,
-    divide_on: str | None,
+    shard_device: str | None,
 ) -> LearnerEngine:
     # Transformers and what divides tensors take seconds to import, so only where they compute.
-    if divide_on is not None:
+    if shard_device is not None:
         from groupwise.engine.learner.fsdp import FsdpEngine
 
         return FsdpEngine(
-            weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
+            weights, shard_device, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
     model = weights.native() if native else None
     if model is not None:

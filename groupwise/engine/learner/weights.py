@@ -1,7 +1,7 @@
 """The weights that a learner trains, their publication, and the reference that they are compared with.
 
 Tensors may be divided among learners (`groupwise.engine.learner.fsdp`); files and fingerprints are of whole ones
-(`groupwise.engine.models.divided`).
+(`groupwise.engine.models.sharded`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from groupwise.core.types import PolicyRole
 from groupwise.engine.learner.rounded_linear import round_again_in_backward
 from groupwise.engine.models.config import Dtype
-from groupwise.engine.models.divided import WholeTensors, is_divided
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.lora_config import WEIGHTS
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.models.sharded import FullTensors, is_sharded
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TrainedWeights(Protocol):
         """Trained parameters by the names used in files, sorted."""
         ...
 
-    def undivided(self) -> Sequence[nn.Parameter]:
+    def unsharded(self) -> Sequence[nn.Parameter]:
         """Parameters that every learner keeps whole when the models' weights are divided (`groupwise.engine.learner.fsdp`)."""
         ...
 
@@ -92,7 +92,7 @@ class TrainedWeights(Protocol):
         """Like `save`, but write the tensors of `published`."""
         ...
 
-    def contribute_parts(self) -> None:
+    def contribute_shards(self) -> None:
         """Contribute this learner's parts while another learner runs `save`, if weights are divided."""
         ...
 
@@ -139,7 +139,7 @@ class TrainedAdapter:
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.adapted.parameters(self.name)
 
-    def undivided(self) -> Sequence[nn.Parameter]:
+    def unsharded(self) -> Sequence[nn.Parameter]:
         names = self.adapted.configs  # with a sampler's copy over the same base
         return [parameter for name in names for parameter in self.adapted.parameters(name).values()]
 
@@ -174,12 +174,12 @@ class TrainedAdapter:
         self.adapted.save(self.name, folder)
 
     def published(self) -> Mapping[str, Tensor]:
-        return WholeTensors(self.parameters())
+        return FullTensors(self.parameters())
 
     def publish(self, folder: Path) -> None:
         self.save(folder)
 
-    def contribute_parts(self) -> None:
+    def contribute_shards(self) -> None:
         """Do nothing, because each learner has the whole adapter."""
 
     def read(self, folder: Path) -> None:
@@ -227,7 +227,7 @@ class TrainedModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(sorted(self.model.named_parameters()))
 
-    def undivided(self) -> Sequence[nn.Parameter]:
+    def unsharded(self) -> Sequence[nn.Parameter]:
         return ()
 
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]:
@@ -248,7 +248,7 @@ class TrainedModel:
         self._write(folder, None)
 
     def published(self) -> Mapping[str, Tensor]:
-        return WholeTensors(self.parameters(), self._rounding)
+        return FullTensors(self.parameters(), self._rounding)
 
     def publish(self, folder: Path) -> None:
         self._write(folder, self._rounding)
@@ -262,20 +262,20 @@ class TrainedModel:
                 model.config.dtype = rounding
                 model.config.save_pretrained(folder)
 
-    def contribute_parts(self) -> None:
-        self._saved_tensors().contribute_parts()
+    def contribute_shards(self) -> None:
+        self._saved_tensors().contribute_shards()
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), stored_tensors(self.model, folder), str(folder))
 
-    def _saved_tensors(self, rounding: torch.dtype | None = None) -> WholeTensors:
+    def _saved_tensors(self, rounding: torch.dtype | None = None) -> FullTensors:
         """The tensors to save, rounded to a format if one is given; a weight with two names is included once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
-        return WholeTensors({**buffers, **self.parameters()}, rounding)
+        return FullTensors({**buffers, **self.parameters()}, rounding)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
     total = torch.nn.utils.get_total_norm(tensors)
-    return float(total.full_tensor() if is_divided(total) else total)
+    return float(total.full_tensor() if is_sharded(total) else total)

@@ -154,7 +154,7 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
         building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     except OSError as error:
         raise ModelError(
-            f"The cache of models cannot be written: {error}. It stands below $XDG_CACHE_HOME, by default ~/.cache; "
+            f"The cache of models cannot be written: {error}. It is below $XDG_CACHE_HOME, by default ~/.cache; "
             "name a folder there that can be written."
         ) from error
     try:

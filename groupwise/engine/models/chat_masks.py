@@ -129,7 +129,7 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
             raise TemplateRefused(
-                "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
+                "two turns of the assistant follow each other, and the chat template renders the first differently before the second. "
                 "Make them one turn, or leave one out."
             )
         common = _common_prefix_length(asked_text, full_text)
@@ -231,7 +231,7 @@ def _tokens_after(
     tail = text_ids(tokenizer, text[len(prefix) :])
     if tokenizer.decode([*opening, *tail]) != tokenizer.decode(list(ids)):
         raise TaskError(
-            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised apart from what stands before it, "
+            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised separately from the text before it, "
             f"{_short_repr(prefix[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
             "space or a line break."
         )

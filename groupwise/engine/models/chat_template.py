@@ -92,8 +92,8 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
         if header is None:
             raise TaskError(
                 "The prompt ends with a message of the assistant, but the model's chat template does not show where the assistant's words "
-                "begin: it writes the conversation anew once they are there. Leave that message out, or give as model.chat_template one "
-                "that knows add_generation_prompt."
+                "begin: it renders the conversation differently once they are there. Leave that message out, or set model.chat_template to "
+                "one that knows add_generation_prompt."
             )
         opening += header
     thoughts = _THOUGHTS.search(opening)
@@ -198,7 +198,7 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
     if surrogate is not None:
         return (
             f"a message has the character {surrogate!a}, half of a surrogate pair, which is not valid Unicode. Leave it out, or decode the "
-            "text anew where it comes from."
+            "text correctly at its source."
         )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
     if line is not None:  # only jinja's syntax errors carry a line number

@@ -300,7 +300,7 @@ def factors_by_expert(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """A [rank, in] and B [out, rank] of each matrix of each expert, by its path in the files of whole models. `path`: of the experts.
 
-    A parameter without adapter gets factors of zeros, because vLLM wants all three matrices of an expert.
+    A parameter without adapter gets factors of zeros, because vLLM requires all three matrices of an expert.
     """
     inner, adapters = cast("nn.Module", layer), dict[str, ByExpert]()
     while isinstance(inner, ExactLoraExperts):

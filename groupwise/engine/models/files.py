@@ -94,7 +94,7 @@ def files_in_index(index: Path) -> list[str]:
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
             raise ModelError(
-                f"{index} lists {name!r:.80}; expected names of files that stand beside it, without a folder."
+                f"{index} lists {name!r:.80}; expected names of files in the same folder, without a path."
             )
     return sorted(set(names))
 

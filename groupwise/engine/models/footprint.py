@@ -176,8 +176,8 @@ def _inner_width(config: PreTrainedConfig) -> int:
     shared = getattr(config, "n_shared_experts", None) or getattr(
         config, "moe_num_shared_experts", 0
     )
-    beside = getattr(config, "shared_expert_intermediate_size", None) or shared * width
-    return max(dense, experts * width + beside)  # some layers may be dense
+    shared_width = getattr(config, "shared_expert_intermediate_size", None) or shared * width
+    return max(dense, experts * width + shared_width)  # some layers may be dense
 
 
 def bytes_of(dtype: str) -> int:

@@ -18,7 +18,7 @@ from groupwise.engine.models.hub import fetch_config
 from groupwise.engine.models.tokenizer import explaining_errors, resolve
 
 OF_SERVICE = "tinker.json"
-"""The file that stands for weights which a Tinker service has; see `groupwise.engine.backends.tinker.saved`."""
+"""The file that represents weights of a Tinker service; see `groupwise.engine.backends.tinker.saved`."""
 UNSTABLE_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 

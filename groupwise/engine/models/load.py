@@ -132,7 +132,7 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     if type(found) in AutoModelForCausalLM._model_mapping or config.trust_remote_code:
         return found
     kind = (
-        "whose inputs are images or sound beside text; rows here are tokens alone"
+        "whose inputs include images or sound; rows here are tokens only"
         if found.get_text_config() is not found
         else "which transformers has not as a causal language model, one that continues a text"
     )

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import ModelError
-from groupwise.engine.models.divided import part_of
 from groupwise.engine.models.experts import (
     DIVISIBLE,
     ExactLoraExperts,
@@ -37,6 +36,7 @@ from groupwise.engine.models.lora_layers import AdapterSwitch, ExactLoraLinear, 
 from groupwise.engine.models.native.facts import FAMILIES
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
+from groupwise.engine.models.sharded import shard_of
 
 if TYPE_CHECKING:
     from groupwise.engine.models.native.causal_lm import CausalModel
@@ -324,7 +324,7 @@ def copy_exactly(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], orig
     refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for key, tensor in owned.items():
-            tensor.copy_(part_of(loaded[key], tensor))
+            tensor.copy_(shard_of(loaded[key], tensor))
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

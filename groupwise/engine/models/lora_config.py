@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rank_pattern": {}, "revision": None, "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
     "velora_config": None,
 }  # fmt: skip
-"""Keys of peft's file beside the fields of `AdapterConfig`, with the values that a plain adapter has. `kasa_config` is left out: peft
+"""Keys of peft's file that are no fields of `AdapterConfig`, with the values that a plain adapter has. `kasa_config` is left out: peft
 before 0.21 warns of it when it loads the adapter."""
 
 Names = str | Collection[str] | None

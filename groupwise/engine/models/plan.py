@@ -67,7 +67,7 @@ class MemoryPlan:
     reference: float
     """The frozen copy that full fine-tuning needs with beta > 0, or if it is the teacher."""
     teacher: float
-    """Weights of the teacher of a distillation that are in memory beside the policy's."""
+    """Weights of the teacher of a distillation that are in memory in addition to the policy's."""
     keys_and_values: float
     """Keys and values of all slots and their prompts."""
     keys_and_values_learning: float
@@ -198,7 +198,7 @@ def sampler_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningProcess:
-    """What a process that learns holds, beside a micro-batch; see `plan_model`."""
+    """Memory of a process that learns, without that of a micro-batch; see `plan_model`."""
 
     dtype: str
     device: str

@@ -93,7 +93,7 @@ def _compiled(template: str) -> Template:
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, which marks the assistant's words. Here it writes what stands in it."""
+    """The block `{% generation %}`, which marks the assistant's words. Here it writes its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

@@ -85,7 +85,7 @@ def locate(config: ModelConfig) -> ResolvedModel:
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
         raise ModelError(
-            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} stands on this machine, not on "
+            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} is on this machine, not on "
             "the hub. Leave the key out, or give a hub id as model.name."
         )
     return resolved

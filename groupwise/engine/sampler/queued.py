@@ -259,7 +259,7 @@ class QueuedSampler(ABC):
             ticket.done.set_result(None)
 
 
-COLDEST = 1e-30
+MIN_TEMPERATURE = 1e-30
 """The lowest temperature above 0 that logits are divided by: a lower one would draw the same tokens, but the quotient overflows."""
 
 
@@ -291,7 +291,7 @@ def draw_numbers(
     uniforms = [uniform(each.seed, length) for each, length in zip(members, lengths, strict=True)]
     temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
     temperatures_N = torch.tensor(
-        [temperature and max(temperature, COLDEST) for temperature in temperatures]
+        [temperature and max(temperature, MIN_TEMPERATURE) for temperature in temperatures]
     )
     logits_NV = mask_early_stops(logits_NV, params, [*lengths, *[0] * empty])
     logits_NV = truncate(logits_NV, temperatures_N, params)

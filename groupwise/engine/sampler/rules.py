@@ -70,7 +70,7 @@ def refuse_long_prompt(prompt_ids: Sequence[int], key_length: int) -> None:
 
 
 def refuse_changed_draws(request: GroupRequest, engine: str) -> None:
-    """Raise `UsageError` for what only some samplers have: changed logits, and the most probable tokens beside the drawn one."""
+    """Raise `UsageError` for what only some samplers have: changed logits, and the most probable tokens in addition to the drawn one."""
     processing = request.params.processing
     changes = [] if processing is None else [
         field.name for field in fields(processing) if getattr(processing, field.name) != field.default
@@ -79,7 +79,7 @@ def refuse_changed_draws(request: GroupRequest, engine: str) -> None:
         changes.append("top_logprobs")
     if changes:
         raise UsageError(
-            f"{', '.join(changes)} cannot be had with {engine}, which draws from the model's own logits and gives the log-probability of "
+            f"{', '.join(changes)} is not supported by {engine}, which draws from the model's own logits and gives the log-probability of "
             "the drawn token alone. Leave it out, or sample with sampler.engine torch or vllm."
         )
 

@@ -94,8 +94,8 @@ class TorchSampler(QueuedSampler):
             raise not_finite(self._version)
         return PromptLogprobs(tuple(logprobs), tuple(best))
 
-    async def rest(self) -> None:
-        """See `groupwise.core.types.SharesDevice.rest`."""
+    async def release_memory(self) -> None:
+        """See `groupwise.core.types.SharesDevice.release_memory`."""
         if self._frees_cache and not self._waiting and not self._members and not self._loading:
             self._engine.free_cache()
             torch.cuda.empty_cache()

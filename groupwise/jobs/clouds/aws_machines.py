@@ -49,8 +49,8 @@ from groupwise.jobs.hosts.ssh import Address, SshHost
 INSTANCE_TYPE = "g5.2xlarge"
 HOURS = 24.0
 ROOM_GB = 60
-"""GB of a machine's disk beside its image, the model and the checkpoints: the job's environment (torch with CUDA takes 12 GB while pip
-installs it), the project, data, logs."""
+"""GB of a machine's disk in addition to its image, the model and the checkpoints: the job's environment (torch with CUDA takes 12 GB while
+pip installs it), the project, data, logs."""
 UNKNOWN_MODEL_GB = 120
 """GB for the model and the checkpoints of a command that does not name its model."""
 MARGIN_MINUTES = 30

@@ -336,7 +336,7 @@ class Ec2:
         return SecurityGroup(groups[0]["GroupId"], tuple(open_ports))
 
     def instance_types(self, pattern: str) -> list[InstanceType]:
-        """The instance types of this region whose names match; `*` stands for any letters."""
+        """The instance types of this region whose names match; `*` matches any letters."""
         filters = [{"Name": "instance-type", "Values": [pattern]}]
         pages = self._pages("describe_instance_types", Filters=filters)
         return [_parse_type(answer) for page in pages for answer in page["InstanceTypes"]]

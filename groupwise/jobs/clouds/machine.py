@@ -55,7 +55,7 @@ from groupwise.jobs.hosts.driver import (
 from groupwise.jobs.hosts.failures import FailureClass, classify, has_succeeded
 from groupwise.jobs.hosts.fetching import Fetcher, FileChanged
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostKeyError,
     HostUnreachable,

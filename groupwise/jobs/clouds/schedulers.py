@@ -17,7 +17,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Order
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner, Scheduler
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.ray import ADDRESS, GANG, RESOURCE_NAMES, TOKEN_VARIABLES, RayRunner
 from groupwise.jobs.hosts.ray import NAME as RAY
 from groupwise.jobs.hosts.slurm import NAME as SLURM
@@ -273,7 +273,7 @@ def resources_of(words: Iterable[str], gpu_model: str | None = None) -> dict[str
         if name in OWN_OPTIONS:
             raise UsageError(f"--resource {word}: this one is asked for by {OWN_OPTIONS[name]}.")
         if name in resources:
-            raise UsageError(f"--resource {word}: {name} stands there twice.")
+            raise UsageError(f"--resource {word}: {name} is repeated.")
         resources[name] = amount
     if gpu_model:
         resources.setdefault(f"accelerator_type:{gpu_model}", ACCELERATOR_TYPE_AMOUNT)

@@ -51,14 +51,14 @@ from groupwise.jobs.fleet.attempts.watching import MachineWatch, MachineWatches,
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
 from groupwise.jobs.fleet.machines.clearing import MachineClearing, Retention, is_doctor_attempt
-from groupwise.jobs.fleet.machines.reaching import runner_of
+from groupwise.jobs.fleet.machines.connections import runner_of
 from groupwise.jobs.fleet.queue import admission, claim
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Host, HostError
+from groupwise.jobs.hosts.host import Host, HostError
 
 log = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing
+from groupwise.jobs.fleet.machines.connections import LOCAL, host_of, scheduler_of
 from groupwise.jobs.fleet.machines.observation import probe_problem
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, scheduler_of
 from groupwise.jobs.fleet.notify.nats import access_from, credentials
 from groupwise.jobs.fleet.operations import keys, status
 from groupwise.jobs.fleet.operations.actor import Actor
@@ -52,7 +52,7 @@ from groupwise.jobs.fleet.store.database import Database, connect, database_time
 from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
-from groupwise.jobs.hosts.port import HostError, HostKeyError
+from groupwise.jobs.hosts.host import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
 CLOCK_SECONDS = 5.0

@@ -185,7 +185,7 @@ def _parse_manifest(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
 def choose_files(
     files: Mapping[str, FileEntry], paths: Sequence[str], job_id: str
 ) -> dict[str, FileEntry]:
-    """The files that `words` name, or that lie below a folder that they name; all if there are no words. UsageError lists the files."""
+    """The files that `paths` name, or that lie below a folder that they name; all if there are no paths. UsageError lists the files."""
     chosen: dict[str, FileEntry] = {}
     for path in paths:
         name = path.strip("/").removeprefix("./")

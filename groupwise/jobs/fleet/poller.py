@@ -28,7 +28,7 @@ from groupwise.core.waiting import cancel_and_wait, wait_at_most
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import observation
-from groupwise.jobs.fleet.machines.reaching import (
+from groupwise.jobs.fleet.machines.connections import (
     LOCAL,
     host_of,
     runner_of,
@@ -37,8 +37,8 @@ from groupwise.jobs.fleet.machines.reaching import (
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, database_time
+from groupwise.jobs.hosts.host import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.keys import HostKey, parse_host_key
-from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import SshTimeouts
 
 logger = logging.getLogger(__name__)

@@ -77,7 +77,7 @@ def _is_nats(url: str) -> bool:
 
 
 class FleetSettings(Strict):
-    """Each key stands in `fleet.yaml`, or in the environment as GROUPWISE_FLEET_<KEY>."""
+    """Each key is set in `fleet.yaml`, or in the environment as GROUPWISE_FLEET_<KEY>."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "folder": f"the folder is where {FILE} lies; {VARIABLE} or --fleet names it",

@@ -64,7 +64,7 @@ from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Retention
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
+from groupwise.jobs.fleet.machines.connections import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import notifier_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.operations import machines
@@ -87,7 +87,7 @@ from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.jobs.fleet.webhooks import WebhookOutlet
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.ssh import SshHost
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def run(
     `address`: where to serve the fleet's API meanwhile; None: do not serve it.
     """
     is_alone = len(roles) == 1
-    logging.basicConfig(  # with all roles, only problems are logged: the news cover the rest
+    logging.basicConfig(  # with all roles, only problems are logged: the event listener prints the rest
         level=logging.INFO if is_alone else logging.WARNING,
         format="%(asctime)s %(levelname)-7s "
         + ("%(name)s: %(message)s" if is_alone else "%(message)s"),

@@ -25,7 +25,7 @@ from groupwise.jobs.hosts.answers import (
 )
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
-from groupwise.jobs.hosts.port import DEFAULT_MAX_BODY, Host, Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.host import DEFAULT_MAX_BODY, Host, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.runner_text import runner_text
 from groupwise.jobs.hosts.spec import JobSpec, Manifest, as_json
 

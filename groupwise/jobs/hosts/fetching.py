@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from groupwise.core.interruption import wait_until_done
 from groupwise.jobs.hosts.driver import MAX_GATHERED_FILES, PIECE, Runner, batches_by_size
 from groupwise.jobs.hosts.files import hash_of
-from groupwise.jobs.hosts.port import RunnerRefused
+from groupwise.jobs.hosts.host import RunnerRefused
 from groupwise.jobs.hosts.spec import FileEntry, Manifest
 
 T = TypeVar("T")

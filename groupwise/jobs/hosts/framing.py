@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from groupwise.api.http.strict_json import check_number, finite, no_constant
 from groupwise.jobs.hosts.bootstrap import READY
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostUnreachable,
     OutcomeUnknown,

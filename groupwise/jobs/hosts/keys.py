@@ -21,7 +21,7 @@ from pathlib import Path
 import asyncssh
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.hosts.port import HostUnreachable
+from groupwise.jobs.hosts.host import HostUnreachable
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "ssh-ed25519": ("ssh-ed25519",),

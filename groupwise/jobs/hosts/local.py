@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
-from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
+from groupwise.jobs.hosts.host import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 EXIT_GRACE = 2.0

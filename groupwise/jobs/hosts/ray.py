@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.jobs.hosts.answers import MemberState
-from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.host import Host, HostUnreachable, RunnerRefused
 from groupwise.jobs.hosts.schedulers import SchedulerRunner, scheduler_job_name
 
 NAME = "ray"

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Launch, Runner
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     Host,
     HostError,
     HostUnreachable,

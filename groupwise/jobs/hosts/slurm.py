@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.jobs.hosts.answers import MemberState, ProgramResult
-from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.host import HostUnreachable, RunnerRefused
 from groupwise.jobs.hosts.schedulers import SUBMISSION_GRACE, SchedulerRunner, scheduler_job_name
 
 NAME = "slurm"

@@ -34,15 +34,7 @@ from groupwise.jobs.hosts.framing import (
     request_bytes,
     timeout_message,
 )
-from groupwise.jobs.hosts.keys import (
-    HostKey,
-    HostKeyRecorder,
-    parse_host_key,
-    scan_host_key,
-    signature_algorithms,
-    trust_only,
-)
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostKeyError,
     HostUnreachable,
@@ -50,6 +42,14 @@ from groupwise.jobs.hosts.port import (
     Request,
     RunnerRefused,
     RunnerResponse,
+)
+from groupwise.jobs.hosts.keys import (
+    HostKey,
+    HostKeyRecorder,
+    parse_host_key,
+    scan_host_key,
+    signature_algorithms,
+    trust_only,
 )
 
 AGENT = "SSH_AUTH_SOCK"

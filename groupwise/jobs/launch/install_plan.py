@@ -113,7 +113,7 @@ class InstallPlan:
         if not downloads:
             reason = "the index does not say" if survey else "the machine does not exist yet"
             size = f"their sizes are unknown: {survey.get('unknown') or reason}"
-        yield "installs", f"{count} releases beside groupwise; {size}"
+        yield "installs", f"{count} releases in addition to groupwise; {size}"
         yield "torch", self._torch()
         disk = f"about {byte_size(self.needed_bytes)}"
         if "free" in survey:

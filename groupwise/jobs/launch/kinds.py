@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from groupwise.algorithms.own import is_own
+from groupwise.algorithms.custom import is_custom
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.jobs.fleet.queue.request import request_document_from
 from groupwise.jobs.hosts.spec import JobSpec, path_problems
@@ -295,7 +295,7 @@ def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str
                 f"hyperparams: {name!r:.60} is not a key of a config, as algorithm.beta is"
             )
             continue
-        if name == "algorithm.type" and is_own(str(value)):
+        if name == "algorithm.type" and is_custom(str(value)):
             problems.append(
                 f"hyperparams: {name} is {value!r:.60}, a class in a file, which a row cannot bring along. Submit the command, with the "
                 "project that has the file: groupwise fleet submit --project-dir . -- groupwise rl …"

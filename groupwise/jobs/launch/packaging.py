@@ -152,7 +152,7 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
     ]
     if secrets_shown:
         raise UsageError(
-            f"the value of {', '.join(secrets_shown)} stands in the command, and would be seen by every user of the "
+            f"the value of {', '.join(secrets_shown)} is part of the command, and would be seen by every user of the "
             "machine and kept in its files. Let the program read the variable."
         )
 

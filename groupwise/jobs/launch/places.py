@@ -25,8 +25,8 @@ from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.schedulers import SchedulerBackend, ray_options, sbatch_options
 from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import Host
 from groupwise.jobs.hosts.ray import ADDRESS, TOKEN_VARIABLES, RayRunner
 from groupwise.jobs.hosts.slurm import SlurmRunner
 

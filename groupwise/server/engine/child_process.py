@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import load
-from groupwise.core.processes.family import MARK, tie_to_parent
+from groupwise.core.processes.process_tree import MARK, tie_to_parent
 from groupwise.engine.distributed.rank import send_log
 from groupwise.server.engine.messages import (
     CANCELLED_METHODS,

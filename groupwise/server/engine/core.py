@@ -1,7 +1,7 @@
 """The real engine: a model with its sampler and learner, and one run that takes the steps that its driver plans.
 
 The engine is opened once, hosts one run until its process ends, and contains no maths of its own: a step is
-`groupwise.training.loops.rl.take_step`, and completions come from the same `sample_group` as in `groupwise rl`, with seeds derived from the
+`groupwise.training.loops.rl.take_step`, and completions come from the same samplers as in `groupwise rl`, with seeds derived from the
 draw. It writes an ordinary run folder. It does not track client requests: its driver has them on disk and repeats those that came after the
 last checkpoint.
 """
@@ -82,7 +82,7 @@ from groupwise.training.assembly.parts import Parts
 from groupwise.training.assembly.prepare import build_algorithm, check_stop_tokens, expect_ranks
 from groupwise.training.assembly.start import publication_folder, start_training
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
-from groupwise.training.loops.drawing import check_served
+from groupwise.training.loops.group_sampling import check_served
 from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.outcome import end, first_and_last, summarise, write_curve
 from groupwise.training.loops.prepare import Prepared, check_start
@@ -341,7 +341,7 @@ class EngineCore:
         ask = getattr(run.sampler, "prompt_logprobs", None)
         if ask is None:
             raise UsageError(
-                "The log-probabilities of a prompt (echo with logprobs) cannot be had from this run's sampler. Leave echo out, or start "
+                "Log-probabilities of a prompt (echo with logprobs) are not available from this run's sampler. Leave echo out, or start "
                 "the server with sampler.engine torch or vllm and no other model.backend."
             )
         return await ask(ids, request.prompt_logprobs)
@@ -463,7 +463,7 @@ class EngineCore:
             run = self._loaded_run.run
             if plan.step != run.step:
                 raise UsageError(
-                    f"The plan is for step {plan.step + 1}, but the run stands after {run.step} steps."
+                    f"The plan is for step {plan.step + 1}, but the run has taken {run.step} steps."
                 )
             run.timings = Timings()
             shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]

@@ -33,8 +33,8 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import MARK, describe_exit, end_family, has_ended
 from groupwise.core.processes.output import Output
+from groupwise.core.processes.process_tree import MARK, describe_exit, has_ended, kill_process_tree
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
 from groupwise.server.engine.engine_protocol import (
@@ -453,7 +453,7 @@ class EngineProcess:
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL)
         by_itself = has_ended(process)
-        end_family(process.pid, self._mark)
+        kill_process_tree(process.pid, self._mark)
         with suppress(TimeoutExpired):
             process.wait(_END_LIMIT)
         if not by_itself and self._stop_reason is None:

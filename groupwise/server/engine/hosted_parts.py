@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.algorithms.own import refuse_own
+from groupwise.algorithms.custom import refuse_custom
 from groupwise.algorithms.registry import from_spec
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import ModelError, UsageError
@@ -170,7 +170,7 @@ class EngineParts:
         learner = self._ready_parts.learner
         check_rows(rows, self._ready_parts.vocabulary)
         check_loss(loss, denominators)
-        await self._rest_sampler()
+        await self._release_sampler_memory()
         try:
             return await learner.forward_backward(rows, loss, denominators)
         except KeyError as error:
@@ -181,11 +181,11 @@ class EngineParts:
                 f"denominators has no {component!r}, a component of the loss {loss.name}; each one is divided by its own."
             ) from None
 
-    async def _rest_sampler(self) -> None:
+    async def _release_sampler_memory(self) -> None:
         """Let the sampler leave the device to the learner, if the layout says so: the loop that calls cannot ask for it."""
         parts = self._ready_parts.parts
         if isinstance(parts, Parts) and isinstance(parts.sampler, SharesDevice):
-            await parts.sampler.rest()
+            await parts.sampler.release_memory()
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`."""
@@ -210,7 +210,7 @@ class EngineParts:
         """See `groupwise.core.types.Learner.logprobs`."""
         learner = self._ready_parts.learner
         check_rows(rows, self._ready_parts.vocabulary)
-        await self._rest_sampler()
+        await self._release_sampler_memory()
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
@@ -250,7 +250,7 @@ def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig 
     loader = load_sft_config if kind == "supervised" else load_config
     section = config.get("algorithm")
     if isinstance(section, Mapping):
-        refuse_own(cast("Mapping[str, Any]", section).get("type"))
+        refuse_custom(cast("Mapping[str, Any]", section).get("type"))
     parts_config = loader(config).config
     if isinstance(parts_config, RunConfig):
         refuse_servers(parts_config, "a training server samples itself")
@@ -365,7 +365,7 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:
     """Check the loss given to `Learner.forward_backward`."""
-    refuse_own(loss.name)
+    refuse_custom(loss.name)
     try:
         from_spec(loss)
     except (TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy
 from groupwise.core.waiting import ChangeNotifier
 from groupwise.runs.records import WarningRecord
-from groupwise.training.loops.drawing import load_into_sampler
+from groupwise.training.loops.group_sampling import load_into_sampler
 from groupwise.training.loops.run import Run
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class ServedRun(Run):
 
     @asynccontextmanager
     async def sampled_by(self, requested_step: int | None) -> AsyncGenerator[tuple[int, Policy]]:
-        """Context in which the sampler serves the policy after `wanted` steps (None: the newest), or the nearest one that is kept.
+        """Context in which the sampler serves the policy after `requested_step` steps (None: the newest), or the nearest one that is kept.
 
         Yields its step count, and the policy.
 

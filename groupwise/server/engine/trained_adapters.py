@@ -133,7 +133,7 @@ class EngineModels:
                 _refuse_other_base(request.base, shared.model.name, f"the run {shared.name}")
                 if self._opened is None and shared.trains_all:
                     raise FullFineTuning(
-                        f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. "
+                        f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained meanwhile. "
                         "Stop it first, or have it train an adapter."
                     )
             if self._opened is None and shared is not None:
@@ -492,7 +492,7 @@ def _new_model(name: str, seed: int, lora: LoraConfig) -> NewModel:
 def _refuse_other_base(requested: str, loaded: str, user: str) -> None:
     if requested != loaded:
         raise UsageError(
-            f"The base model {requested} cannot be had now: {loaded} is in memory, for {user}, and there is one base at a time. "
+            f"The base model {requested} is not available now: {loaded} is in memory, for {user}, and there is one base at a time. "
             f"Take {loaded}, or wait until it is not needed any more."
         )
 

@@ -7,7 +7,7 @@ acknowledged; with the reward of the last member the group itself is rewarded, a
 first, the group is rewarded with the existing rewards, and members without one count as failed: an acknowledged reward is never lost.
 
 A member may also be a trajectory of several calls; `groupwise.server.ledger.trajectories` opens such groups. Their calls are named
-`g-<id>-<position>-<turn>`, and each of these names stands for the whole trajectory when a reward is posted.
+`g-<id>-<position>-<turn>`, and each of these names means the whole trajectory when a reward is posted.
 
 In all other respects it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded
 as a whole by a client that knows all of them.
@@ -49,13 +49,13 @@ class CompletionId:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class GroupKey:
     """Identifies the calls that share groups: same run, API key and name."""
 
     run: str
     key_id: str
     name: str
-    common: str
+    request_hash: str
     """Hash of the prompt and settings that all of these calls share."""
 
 
@@ -77,21 +77,21 @@ def parse_id(id: str) -> CompletionId:
     return CompletionId(match["group"], None if member is None else int(member), call)
 
 
-def share_group(transaction: Transaction, gathering: Gathering, group: str) -> Member:
+def share_group(transaction: Transaction, group_key: GroupKey, group: str) -> Member:
     """Register a newly opened group to be shared by these calls; its first member goes to the current call."""
     transaction.insert(
         "handed_out",
         id=group,
-        run=gathering.run,
-        key_id=gathering.key_id,
-        name=gathering.name,
-        asked=gathering.common,
+        run=group_key.run,
+        key_id=group_key.key_id,
+        name=group_key.name,
+        asked=group_key.request_hash,
         given=1,
     )
     return Member(read_group(transaction, group), 0)
 
 
-def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Member | None:
+def next_member(transaction: Transaction, group_key: GroupKey, oldest: int) -> Member | None:
     """The member for the next call; None if a new group is needed.
 
     A new group is needed if all members are handed out, the group has ended, or it was sampled before step `oldest`. Refuses with
@@ -102,15 +102,15 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
         WHERE handed_out.run = ? AND handed_out.key_id = ? AND name = ?
         AND state = 'open' AND lease_end > ? AND sampled_step >= ? AND given < members
         ORDER BY groups.rowid DESC""",
-        (gathering.run, gathering.key_id, gathering.name, transaction.uptime, oldest),
+        (group_key.run, group_key.key_id, group_key.name, transaction.uptime, oldest),
     )
     if row is None:
         return None
-    group, common, handed_out = row
-    if common != gathering.common:
+    group, request_hash, handed_out = row
+    if request_hash != group_key.request_hash:
         raise Refusal(
             "settings_conflict",
-            f"the group {gathering.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
+            f"the group {group_key.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
             "with each other. Ask the same in each of its calls, or use another name.",
         )
     return Member(read_group(transaction, group), handed_out)

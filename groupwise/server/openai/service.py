@@ -32,7 +32,7 @@ from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, GroupSampleRequest, Sampled
 from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.members import GroupKey
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
@@ -142,8 +142,8 @@ class OpenAIService:
         """Draws for completions that are only sampled: above the largest draw of groups."""
         self._sampling = 0
         self._streams = 0
-        self._gathering_locks: dict[Gathering, tuple[asyncio.Lock, int]] = {}
-        """A lock for each gathering, and the number of calls that use it."""
+        self._group_locks: dict[GroupKey, tuple[asyncio.Lock, int]] = {}
+        """A lock for each group key, and the number of calls that use it."""
 
     # --- models ----------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class OpenAIService:
         names = (
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
-        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
+        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be downloaded (GET /model)."
         return Refusal("unknown_model", problem, field="model")
 
     # --- kept responses --------------------------------------------------------------------------
@@ -298,10 +298,10 @@ class OpenAIService:
             if request.gather.name is None
             else f"name:{request.gather.name}"
         )
-        gathering = Gathering(conductor.status.run, caller.key_id, name, settings_hash)
-        async with self._one_at_a_time(gathering):
-            completion = await self._next_member(work, gathering)
-            return completion or await self._sample_group(work, size, gathering)
+        group_key = GroupKey(conductor.status.run, caller.key_id, name, settings_hash)
+        async with self._one_at_a_time(group_key):
+            completion = await self._next_member(work, group_key)
+            return completion or await self._sample_group(work, size, group_key)
 
     # --- completions that are only sampled --------------------------------------------------------
 
@@ -363,12 +363,12 @@ class OpenAIService:
     # --- stored completions -----------------------------------------------------------------------
 
     async def _sample_group(
-        self, work: _Work, size: int, gathering: Gathering | None = None
+        self, work: _Work, size: int, group_key: GroupKey | None = None
     ) -> StoredCompletion:
-        """Sample and store a new group; with `gathering` the call gets only the first member."""
+        """Sample and store a new group; with `group_key` the call gets only the first member."""
         request, conductor, options = work.request, work.conductor, work.options
         group = f"g-{secrets.token_hex(10)}"
-        work.progress.id = group if gathering is None else f"{group}-0"
+        work.progress.id = group if group_key is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.admission.admit((None,), wait, options.caller.key_id) as (draw,):
             sample_request = GroupSampleRequest(
@@ -382,18 +382,18 @@ class OpenAIService:
                 group,
                 sampled,
                 choices,
-                gathering,
+                group_key,
                 options,
             )
             await conductor.recount()
             return completion
 
-    async def _next_member(self, work: _Work, gathering: Gathering) -> StoredCompletion | None:
+    async def _next_member(self, work: _Work, group_key: GroupKey) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
         oldest = work.conductor.status.step
         if work.request.model == LATEST:
             oldest -= work.conductor.request.staleness
-        member_and_rollout = await self._ledger.do(storing.next_member, gathering, oldest)
+        member_and_rollout = await self._ledger.do(storing.next_member, group_key, oldest)
         if member_and_rollout is None:
             return None
         member, rollout = member_and_rollout
@@ -437,13 +437,13 @@ class OpenAIService:
         request, conductor, lease = work.request, work.conductor, work.options.lease
         oldest = conductor.status.step - conductor.request.staleness
         name = call.group or f"same:{request.hash_with(call.size)}"
-        gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
+        group_key = GroupKey(call.run, call.key_id, trajectories.group_name(name), "")
         existing_place = await self._ledger.do(trajectories.place_if_begun, call, lease)
         if existing_place is not None:
             return existing_place
         call = replace(call, group=name)
         deadline = time.monotonic() + self._config.completions_wait
-        async with self._one_at_a_time(gathering):
+        async with self._one_at_a_time(group_key):
             place = await self._ledger.do(trajectories.find_place, call, oldest, lease)
             if place is not None:
                 return place
@@ -464,10 +464,10 @@ class OpenAIService:
                 return place
 
     @asynccontextmanager
-    async def _one_at_a_time(self, gathering: Gathering) -> AsyncGenerator[None]:
-        """Admit one call of a gathering at a time, so that the first can sample their group while the others wait."""
-        lock, calls = self._gathering_locks.get(gathering, (asyncio.Lock(), 0))
-        self._gathering_locks[gathering] = (lock, calls + 1)
+    async def _one_at_a_time(self, group_key: GroupKey) -> AsyncGenerator[None]:
+        """Admit one call of a group key at a time, so that the first can sample their group while the others wait."""
+        lock, calls = self._group_locks.get(group_key, (asyncio.Lock(), 0))
+        self._group_locks[group_key] = (lock, calls + 1)
         try:
             async with asyncio.timeout(self._config.sampling_time_limit) as limit, lock:
                 limit.reschedule(None)  # the work inside has its own limits
@@ -475,11 +475,11 @@ class OpenAIService:
         except TimeoutError:
             raise Refusal("timed_out") from None
         finally:
-            lock, calls = self._gathering_locks[gathering]
+            lock, calls = self._group_locks[group_key]
             if calls == 1:
-                del self._gathering_locks[gathering]
+                del self._group_locks[group_key]
             else:
-                self._gathering_locks[gathering] = (lock, calls - 1)
+                self._group_locks[group_key] = (lock, calls - 1)
 
     # --- the engine -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from groupwise.server.engine.engine_protocol import Sampled
 from groupwise.server.ledger import events, groups, members, trajectories
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import RETENTION_SECONDS, StoredResponse, run_idempotent
-from groupwise.server.ledger.members import Gathering, Member
+from groupwise.server.ledger.members import GroupKey, Member
 from groupwise.server.ledger.trajectories import SampledTurn
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.tasks.openai.completed import Completed, CompletionChoice
@@ -57,10 +57,10 @@ def keep_group(
     group: str,
     sampled: Sampled,
     choices: Sequence[CompletionChoice],
-    gathering: Gathering | None,
+    group_key: GroupKey | None,
     options: StoreOptions,
 ) -> StoredCompletion:
-    """Store a sampled group under this id. With `gathering` its members are handed out to one call each, and this call gets the first."""
+    """Store a sampled group under this id. With `group_key` its members are handed out to one call each, and this call gets the first."""
 
     def work() -> Completed:
         new_group = NewGroup(
@@ -71,7 +71,7 @@ def keep_group(
         )
         events.count(transaction, run, events.COMPLETION_REQUESTS)
         member = (
-            None if gathering is None else members.share_group(transaction, gathering, group).index
+            None if group_key is None else members.share_group(transaction, group_key, group).index
         )
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed_answer(transaction, row, member, prompt, choices)
@@ -82,10 +82,10 @@ def keep_group(
 
 
 def next_member(
-    transaction: Transaction, gathering: Gathering, oldest: int
+    transaction: Transaction, group_key: GroupKey, oldest: int
 ) -> tuple[Member, Rollout] | None:
     """The member for the next call, and its completion; None if a new group is needed."""
-    member = members.next_member(transaction, gathering, oldest)
+    member = members.next_member(transaction, group_key, oldest)
     if member is None:
         return None
     record = groups.read_record(transaction, member.row.id)

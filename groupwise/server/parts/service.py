@@ -450,7 +450,7 @@ async def _await_engine(engine: Awaitable[Engine]) -> CallableEngine:
 def _run_is_active() -> Refusal:
     return Refusal(
         "run_active",
-        "A run of this server is active, and has the model to itself. Stop it (POST /stop), or let the loop compute where it is.",
+        "A run of this server is active and uses the model alone. Stop it (POST /stop), or run the loop without this server.",
     )
 
 

@@ -357,7 +357,7 @@ class Conductor:
     # --- recovery ---------------------------------------------------------------------------------
 
     async def _recover(self) -> Engine:
-        """Start a new engine and bring the run back to where it was."""
+        """Start a new engine and restore the run."""
         if self._stop_reason is None:
             self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._open_request)
@@ -370,7 +370,7 @@ class Conductor:
                 await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)
         if opened.step > await self._ledger.do(steps.next_step, opened.run):
             raise UsageError(
-                f"The run {opened.run} stands after {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
+                f"The run {opened.run} has taken {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
                 "Restore the one that belongs to the run."
             )
         exact = True

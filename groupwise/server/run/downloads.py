@@ -87,7 +87,7 @@ def _zip_chunks(files: Sequence[OpenFile]) -> Iterator[bytes]:
 
 
 class _Pipe:
-    """A file object for `zipfile` to write to: it cannot seek, and `taken` returns the written bytes."""
+    """A file object for `zipfile` to write to: it cannot seek, and `take` returns the written bytes."""
 
     def __init__(self) -> None:
         self._buffered: list[bytes] = []

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.algorithms.custom import refuse_custom
 from groupwise.algorithms.distillation import Distillation
-from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import NO_TEACHER, StartRequest
 from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
@@ -109,7 +109,7 @@ def to_open_request(request: StartRequest, allowed: AllowedModels, output_dir: P
     }
     kind = algorithm if isinstance(algorithm, str) else (algorithm or {}).get("type")
     try:
-        refuse_own(kind)
+        refuse_custom(kind)
         if kind == Distillation.name:
             raise UsageError(f"The algorithm is {kind}, but {NO_TEACHER}")
     except UsageError as error:

@@ -153,7 +153,7 @@ class TinkerEngineManager:
         if bound is not None and self._source_of(bound[0]) != model_source:
             kind = NoRoom if self._runs.active_conductor() is None else UsageError
             raise kind(
-                f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
+                f"The base model {base!r} is not available now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
             )
 
@@ -390,11 +390,12 @@ class TinkerEngineManager:
         if loaded is not None and loaded.engine is engine:
             if loaded.model_source != model_source:
                 raise UsageError(
-                    f"The base model {model_source} cannot be had now: {loaded.model_source} is in memory, and there is one base at a time."
+                    f"The base model {model_source} is not available now: {loaded.model_source} is in memory, and there is one "
+                    "base at a time."
                 )
             return loaded
         if not isinstance(engine, CallableEngine):
-            raise UsageError("The engine of the active run trains nothing beside it.")
+            raise UsageError("The engine of the active run trains nothing else.")
         try:
             return await self._open_base(engine, model_source, run)
         except EngineLost:

@@ -47,7 +47,7 @@ class SupportedModel(Response):
 
 
 class GetServerCapabilitiesResponse(Response):
-    """The bases that can be had."""
+    """The available base models."""
 
     supported_models: list[SupportedModel]
 

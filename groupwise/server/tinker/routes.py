@@ -481,7 +481,7 @@ class _Handlers:
             raise _usage_error(error, kind) from error
 
     async def _read_body(self, request: Request, max_bytes: int | None = None) -> bytes:
-        """Read the body, unpacked if need be. It is kept in the request's state, because `TinkerService.refused` needs it."""
+        """Read the body, unpacked if need be. It is kept in the request's state, because `TinkerService.use_up_number` needs it."""
         request.state.body = await self._bodies.read(request.headers, request.receive, max_bytes)
         return request.state.body
 

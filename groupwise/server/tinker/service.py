@@ -219,7 +219,7 @@ class TinkerService:
             model_state.queue.submit(sequence, body, error, REFUSED)
 
     async def answer(self, id: str, timeout: float) -> Outcome | None:
-        """See `Futures.answer`."""
+        """See `Futures.wait_for_answer`."""
         return await self.futures.wait_for_answer(id, timeout)
 
 

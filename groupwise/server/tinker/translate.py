@@ -234,7 +234,7 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def sample_response(result: SampleResult, request: requests.Sample) -> bytes:
-    """The message `SampleResponse`. Of the prompt's numbers only the last are included if `asked` limits them."""
+    """The message `SampleResponse`. Of the prompt's log-probabilities only the last are included if `request` limits them."""
     classes = messages()
     message = classes.SampleResponse()
     for index, completion in enumerate(result.completions):

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import printable
-from groupwise.core.types import Example, NumberedRow, Prompt, like, number_of
+from groupwise.core.types import Example, NumberedRow, Prompt, number_of, with_number_of
 from groupwise.tasks.data.content import canonical, unsupported_parts
 from groupwise.tasks.data.messages import Unusable, prompt_of
 from groupwise.tasks.data.sources import row_numbers
@@ -118,7 +118,7 @@ def _check_columns(index: int, row: Any, where: str, expected: str) -> dict[str,
                     'cutting text in UTF-16 or from a broken escape; fix it with text.encode("utf-16", '
                     '"surrogatepass").decode("utf-16", "replace").'
                 )
-    return like(mapping, columns)
+    return with_number_of(mapping, columns)
 
 
 def _make_example(index: int, columns: dict[str, Any], where: str) -> Example:

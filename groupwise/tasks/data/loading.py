@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from groupwise.core.errors import TaskError
-from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, like
+from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, with_number_of
 from groupwise.tasks.data.chat import (
     Account,
     PromptOptions,
@@ -74,7 +74,7 @@ def set_location(data: DatasetConfig, number: int) -> str:
 def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     """The row with the name of its set and, if there is one, the label that selects its rewards."""
     labelled = {**row, DATASET_COLUMN: entry.name}
-    return like(row, labelled if label is None else {**labelled, TASK_COLUMN: label})
+    return with_number_of(row, labelled if label is None else {**labelled, TASK_COLUMN: label})
 
 
 def as_prompts(

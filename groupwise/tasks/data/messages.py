@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from groupwise.api.http.strict_json import NotStrict, parse_inner
 from groupwise.api.schemas.template_columns import without_nulls
-from groupwise.core.types import Message, Prompt, like
+from groupwise.core.types import Message, Prompt, with_number_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {
@@ -227,7 +227,7 @@ def named_messages(row: dict[str, Any]) -> dict[str, Any]:
         return row
     if isinstance(conversation, str) and not looks_like_messages(conversation):
         return row
-    return like(row, {**row, "messages": conversation})
+    return with_number_of(row, {**row, "messages": conversation})
 
 
 def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
@@ -240,7 +240,7 @@ def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) 
 
 
 def begun_words(prompt: Sequence[Message], completion: Sequence[Message]) -> str | None:
-    """The assistant's words at the end of a prompt that `said` continues; None if there are none, or they end in a call."""
+    """The assistant's words at the end of a prompt that `completion` continues; None if there are none, or they end in a call."""
     if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
         return None
     return (

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from groupwise.core.errors import TaskError
-from groupwise.core.types import like
+from groupwise.core.types import with_number_of
 from groupwise.tasks.data.chat import Row
 from groupwise.tasks.data.order import Share, Stream
 
@@ -93,12 +93,15 @@ def interleave(parts: Sequence[Part]) -> list[Row]:
     return [row for turn in rounds for row in turn if row is not None]
 
 
-def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
+def with_same_columns(parts: Sequence[Part], join: Join) -> list[Part]:
     """The parts with the same columns in every row. Raises TaskError that names the differences if they must be the same."""
     columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
     all_columns = dict.fromkeys(name for names in columns for name in names)
     common = [name for name in all_columns if all(name in names for names in columns)]
-    if how == "same" and set(all_columns) - {*common, *(n for part in parts for n in part.renamed)}:
+    if join == "same" and set(all_columns) - {
+        *common,
+        *(n for part in parts for n in part.renamed),
+    }:
         lines = [
             f"  {part.name} lacks {', '.join(repr(column) for column in all_columns if column not in part_columns)}"
             for part, part_columns in zip(parts, columns, strict=True)
@@ -114,7 +117,7 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
                 ]
             )
         )
-    if how == "common" or (how == "same" and len(common) < len(all_columns)):
+    if join == "common" or (join == "same" and len(common) < len(all_columns)):
         return [_with_columns(part, common) for part in parts]
     return (
         [_with_columns(part, list(all_columns)) for part in parts]
@@ -124,5 +127,5 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
 
 
 def _with_columns(part: Part, columns: Sequence[str]) -> Part:
-    rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
+    rows = [with_number_of(row, {name: row.get(name) for name in columns}) for row in part.rows]
     return replace(part, rows=rows)

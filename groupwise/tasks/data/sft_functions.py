@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import run_user_code
-from groupwise.core.types import like, number_of
+from groupwise.core.types import number_of, with_number_of
 from groupwise.tasks.data.sft import IGNORED, Tokens, tokens_of
 
 FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
@@ -112,7 +112,7 @@ def _with_formatted(
     other_columns = {
         name: value for name, value in row.items() if name not in (*FORMLESS, text_field)
     }
-    return like(
+    return with_number_of(
         row,
         {**other_columns, (text_field if isinstance(formatted, str) else "messages"): formatted},
     )

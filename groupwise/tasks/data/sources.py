@@ -28,7 +28,7 @@ from groupwise.core import hub_errors
 from groupwise.core.errors import TaskError
 from groupwise.core.extras import not_installed
 from groupwise.core.plugins import nearest
-from groupwise.core.types import NumberedRow, like
+from groupwise.core.types import NumberedRow, with_number_of
 from groupwise.tasks.data.order import Stream
 
 Row = dict[str, Any]
@@ -110,7 +110,7 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
             if _has_path(row, source_name)
         }
         other_columns = {name: value for name, value in row.items() if name not in columns}
-        result.append(like(row, {**renamed, **other_columns}))
+        result.append(with_number_of(row, {**renamed, **other_columns}))
     return result
 
 
@@ -230,7 +230,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
                 return [saved_folder / entry["filename"] for entry in files]
             case files:
                 raise TaskError(
-                    f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
+                    f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, in the same folder."
                 )
     candidates = [
         file for directory in (folder, folder / "data") for file in sorted(directory.glob("*"))
@@ -316,7 +316,7 @@ def _read_csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
             if cells and len(cells) != len(header):
                 raise TaskError(
                     f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
-                    'separators or line breaks stands in quotes, "like, this".'
+                    'separators or line breaks must be in quotes, "like, this".'
                 )
             if cells:
                 yield dict(zip(header, cells, strict=True))

@@ -104,7 +104,7 @@ def install(
                 return existing
             if not is_same:
                 raise UsageError(
-                    f"There is an environment {name} already, of {existing.requirements[0]}. Give another name (--name), make it anew "
+                    f"There is an environment {name} already, of {existing.requirements[0]}. Give another name (--name), reinstall it "
                     f"(--again), or remove it: groupwise environments remove {name}"
                 )
         target = Path(tempfile.mkdtemp(prefix="venv-", dir=_home() / name))

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from groupwise.core.errors import EnvironmentWorkerError
 from groupwise.core.plugins import printable
-from groupwise.core.processes.family import PLAIN, describe_exit
+from groupwise.core.processes.process_tree import PLAIN, describe_exit
 from groupwise.core.processes.program import ProcessGroup
 from groupwise.tasks.external.protocol import PROTOCOL, Program, readable
 

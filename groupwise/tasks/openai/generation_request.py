@@ -88,7 +88,7 @@ class GenerationRequest:
     alternatives: int = 0
     """How many of the most probable tokens the answer has at each position."""
     echo: bool = False
-    """True if the prompt stands before each completion; it is then text or tokens."""
+    """True if the prompt is put before each completion; it is then text or tokens."""
     return_token_ids: bool = False
     """True if the answer has the prompt's tokens."""
     call_format: CallFormat = "hermes"

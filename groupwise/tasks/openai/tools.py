@@ -32,7 +32,7 @@ FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
 BETWEEN_CALLS = " \n\t\r;"
-"""What stands between the calls of Llama 3, or before the first."""
+"""The text between the calls of Llama 3, or before the first."""
 MAX_SCHEMAS = 1000
 """Limit on the schemas within the schema of a strict tool, so that checking arguments takes milliseconds."""
 NOT_CHECKED = ("pattern", "patternProperties", "$dynamicRef", "$id", "$anchor")

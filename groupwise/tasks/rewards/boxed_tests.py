@@ -300,7 +300,7 @@ def _call_step(function: ast.FunctionDef, arguments: list[str]) -> Step:
     required = len(parameters.posonlyargs) + len(parameters.args) - len(parameters.defaults)
     required += parameters.kw_defaults.count(None)
     if required > len(arguments):
-        raise BrokenTests(f"{function.name} wants arguments, and there are no fixtures here")
+        raise BrokenTests(f"{function.name} takes arguments, and there are no fixtures here")
     return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
 
 

@@ -135,7 +135,7 @@ class Judge:
                 groups.values(), await asyncio.gather(*tasks), strict=True
             ):
                 for index, opinion in zip(members, opinions, strict=True):
-                    values[index], answers[index] = opinion.value, opinion.said
+                    values[index], answers[index] = opinion.value, opinion.answer
         if log_metric is not None:
             for name, count in session.counts.items():
                 log_metric(f"judge/{name}", count)
@@ -185,7 +185,7 @@ class Judge:
         low, high = self.scale
         score = verdict.of(name)
         value = score if isinstance(score, Failed) else (score - low) / (high - low)
-        return _Opinion(value, verdict.said)
+        return _Opinion(value, verdict.answer)
 
     def _rubric_of(self, rubric: Any) -> str:
         """The config's rubric, else this one of a row. Raises ValueError if that is not text."""
@@ -220,7 +220,7 @@ _MODES = {"alone": Judge.alone, "pairs": Judge.pairs, "group": Judge.group}
 @dataclass(frozen=True, slots=True)
 class _Opinion:
     value: float | None
-    said: str | None
+    answer: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class _Verdict:
 
     scores: Mapping[str, float]
     failure: Failed | None = None
-    said: str | None = None
+    answer: str | None = None
 
     def of(self, name: str) -> float:
         """The score of a completion, or `Failed`."""
@@ -277,13 +277,13 @@ class _Session:
         }
         if (answer := self._cache.get(key)) is not None and not _verdict_problem(question, answer):
             self.counts["cached"] += 1
-            return _Verdict(question.read(answer), said=answer)
+            return _Verdict(question.read(answer), answer=answer)
         try:
             async with asyncio.timeout_at(self._deadline):
                 # Ask once more after a bad answer; for a group, keep the scores already received.
                 text, problem, scores = await self._ask_judge(question, question.messages)
                 if problem:
-                    retry = question.again(text, problem)
+                    retry = question.retry_messages(text, problem)
                     text, problem, retry_scores = await self._ask_judge(question, retry)
                     scores = retry_scores or scores
                 failure = None
@@ -298,8 +298,8 @@ class _Session:
             return _Verdict({}, Failed(f"got no verdict within time_limit, {limit:g} s"))
         except EndpointError as error:
             return _Verdict({}, Failed(f"got no verdict: {error}"))
-        if verdict.said is not None and verdict.failure is None:
-            self._cache.put(key, verdict.said)
+        if verdict.answer is not None and verdict.failure is None:
+            self._cache.put(key, verdict.answer)
         return verdict
 
     async def _ask_judge(

@@ -79,7 +79,7 @@ class Question:
         """The question as messages for a chat model."""
         return [{"role": "user", "content": self.text}]
 
-    def again(self, answer: str, problem: str) -> list[Message]:
+    def retry_messages(self, answer: str, problem: str) -> list[Message]:
         """The conversation that asks for a readable verdict, after an answer without one."""
         request = f"That could not be read: {problem}. Answer with this line of JSON alone:\n\n{self.form}"
         return [

@@ -31,15 +31,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.core.errors import RunError
-from groupwise.core.processes.family import (
+from groupwise.core.processes.frames import FrameBuffer, send_frame
+from groupwise.core.processes.output import Output
+from groupwise.core.processes.process_tree import (
     ENVIRONMENT,
     MARK,
     describe_exit,
-    end_family,
     has_ended,
+    kill_process_tree,
 )
-from groupwise.core.processes.frames import FrameBuffer, send_frame
-from groupwise.core.processes.output import Output
 from groupwise.core.processes.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ class _Process:
     def kill(self) -> None:
         """Kill it and everything it started. May be called from any thread until the process is reaped."""
         if self._process.returncode is None:
-            end_family(self._process.pid, self._mark)
+            kill_process_tree(self._process.pid, self._mark)
 
     def end(self) -> None:
         """Kill and reap it."""

@@ -846,7 +846,7 @@ class PythonTests:
             protections = _machine_protections()
         except SandboxError as problem:
             raise ValueError(
-                f"runs code in a sandbox, which cannot be had here: {problem}"
+                f"runs code in a sandbox, which is not available here: {problem}"
             ) from problem
         description = ", ".join(
             f"{name} ({' and '.join(mechanisms)})"

@@ -198,7 +198,7 @@ def _checked_board(size: int, cells: str) -> Board:
             f"car A stands upright on the board {cells!r}, so it never reaches the right edge"
         )
     if board.to_go == 0:
-        raise ValueError(f"car A stands at the right edge of the board {cells!r} already")
+        raise ValueError(f"car A is at the right edge of the board {cells!r} already")
     return board
 
 

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from groupwise.core.errors import SandboxError
-from groupwise.core.processes.family import MARK, end_family, has_ended
 from groupwise.core.processes.frames import FrameBuffer, add_frame
+from groupwise.core.processes.process_tree import MARK, has_ended, kill_process_tree
 
 Ending = Literal["finished", "failed", "timed_out", "killed"]
 """`finished`: exit code 0; `failed`: another one; `timed_out`: out of wall-clock or CPU time; `killed`: ended by a signal."""
@@ -117,7 +117,7 @@ async def run(
     without: Sequence[str] = (),
     common_imports: bool = False,
 ) -> Result:
-    """Run source code as a Python script in a box; `common_imports`: common modules need no import, see `known_names`.
+    """Run source code as a Python script in a box; `common_imports`: common modules need no import; see `sandbox_child.known_names`.
 
     Raises SandboxError if no box can be built.
     """
@@ -198,7 +198,7 @@ class Box:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.02)
         finally:
-            end_family(self._process.pid, self._mark)
+            kill_process_tree(self._process.pid, self._mark)
             self._process.wait()
             for stream in self._streams:
                 stream.close()

@@ -26,8 +26,8 @@ from typing import Any, cast
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import explain, load, printable
-from groupwise.core.processes.family import MARK, tie_to_parent
 from groupwise.core.processes.frames import FrameBuffer, send_frame
+from groupwise.core.processes.process_tree import MARK, tie_to_parent
 from groupwise.core.reward_call.plain import plain
 from groupwise.core.reward_call.request import ScoreRequest, unscored_group
 from groupwise.core.types import to_json

@@ -87,7 +87,7 @@ def tokenise(
     if too_long:
         raise TaskError(
             f"{where}: {len(too_long)} of {len(ids)} prompts do not fit: the longest has {max(too_long)} tokens, and the model "
-            f"has room for {room} beside the completion. Set data.max_prompt_length={room} to leave them out, or "
+            f"has room for {room} in addition to the completion. Set data.max_prompt_length={room} to leave them out, or "
             "shorten sampler.max_completion_length (rollout.max_rollout_length in environments)."
         )
     return PromptSet(

@@ -135,7 +135,7 @@ def read_lessons(
         raise next(iter(refusals.values()))[0]
     if not lessons:
         raise TaskError(
-            f"{where}: nothing is left to train: of all {dropped_count} rows nothing trained stands within data.max_length = "
+            f"{where}: nothing is left to train: none of the {dropped_count} rows has a trained token within data.max_length = "
             f"{options.max_length} tokens (data.truncation_mode is {options.truncation}). Raise it, or shorten the rows."
         )
     counts = {reason: len(problems) for reason, problems in refusals.items()}

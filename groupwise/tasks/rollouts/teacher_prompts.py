@@ -111,6 +111,6 @@ def _last_user_message(messages: Sequence[Message], example: Example) -> Message
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             return message
     raise TaskError(
-        f"row {example.row_number}: teacher.prompt stands in place of the last user message, but the prompt has none that is text. Give "
+        f"row {example.row_number}: teacher.prompt replaces the last user message, but the prompt has none that is text. Give "
         "the task a hook teacher_prompt, which returns the teacher's messages."
     )

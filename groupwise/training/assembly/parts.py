@@ -32,7 +32,7 @@ class Closable:
     ranks: WorkerCalls | None = None
     samplers: SpawnedWorkers | None = None
     """Processes that only sample, so that the ranks only learn; None if all do both."""
-    divided: bool = False
+    sharded: bool = False
     """True if each rank has only a part of the weights."""
     hosted: WorkerState | None = None
     """The parts in this process, if there are no ranks and further models could be added."""
@@ -84,8 +84,8 @@ class Parts(Closable):
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
         """How much of a step's change reaches the outputs of the adapter's layers; empty if all weights are trained, or divided."""
-        if self.divided:
-            return []  # slopes are computed on undivided layers
+        if self.sharded:
+            return []  # slopes are computed on unsharded layers
         if self.service is not None:
             return []  # nor does this machine see a service's layers
         if self.ranks is not None:

@@ -91,7 +91,7 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWo
         return SamplerWorkers(
             layout.samplers,
             first_gpu(layout),
-            tells=kind != "sampling",
+            sends_log=kind != "sampling",
             timeout=config.distributed.sampler_timeout,
         )
     return LearnerWorkers(layout.learners, read_torchrun_rank(), learning=kind in LEARNING)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.core.errors import UsageError
 from groupwise.engine.backends.remote.parts import RemoteParts, RemotePartsSpec
 from groupwise.engine.backends.remote.parts import start as start_on_server
-from groupwise.engine.backends.tinker import offer
+from groupwise.engine.backends.tinker import capabilities
 from groupwise.engine.backends.tinker.parts import TinkerLearner, TinkerSampler
 from groupwise.engine.backends.tinker.service import Service
 from groupwise.engine.backends.tunix.environment import mesh_of
@@ -183,7 +183,7 @@ async def _start_tinker(config: AnyConfig, layout: Layout, run: str, folder: Pat
         lag = config.training.max_off_policy_steps
         stops = with_configured_stops(_end_token(tokenizer), config)
     service = await asyncio.to_thread(Service, config.model, run)
-    offer.check(config, service.offer)
+    capabilities.check(config, service.capabilities)
     published: dict[str, Any] = {}
     learner = TinkerLearner(
         service, config.lora, config.training.seed, run, folder, published, lag + 2

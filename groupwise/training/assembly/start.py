@@ -91,16 +91,16 @@ async def start_training(
         try:
             from groupwise.training.assembly.servers import server_sampler
 
-            divided = layout.weight_shards > 1
-            local_policy = RankPolicy(workers, divided=divided)
+            sharded = layout.weight_shards > 1
+            local_policy = RankPolicy(workers, sharded=sharded)
             tokenizer = prefork.load_tokenizer(config.model)
             sampler = server_sampler(config, layout, local_policy, tokenizer)
             return Parts(
                 sampler,
-                RankLearner(workers, divided=divided),
+                RankLearner(workers, sharded=sharded),
                 _stop_token_ids(workers),
                 ranks=workers,
-                divided=divided,
+                sharded=sharded,
                 by_http=sampler,
             )
         except BaseException:
@@ -231,17 +231,17 @@ def _by_http(sampler: Sampler, config: RunConfig) -> ServerSampler | None:
 def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, sharded: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
-        RankLearner(learners, divided=sharded),
+        RankLearner(learners, sharded=sharded),
         _stop_token_ids(samplers),
         ranks=learners,
         samplers=samplers,
-        divided=sharded,
+        sharded=sharded,
     )
 
 
 def _supervised_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
     if isinstance(workers, WorkerCalls):
-        return LearningParts(RankLearner(workers, divided=layout.weight_shards > 1), ranks=workers)
+        return LearningParts(RankLearner(workers, sharded=layout.weight_shards > 1), ranks=workers)
     assert workers.learner is not None
     return LearningParts(workers.learner)
 

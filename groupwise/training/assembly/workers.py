@@ -78,7 +78,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     apply_layout(layout)
     tokenizer = load_tokenizer(config.model)
-    device, divided = _full_model_device(layout), layout.weight_shards > 1
+    device, sharded = _full_model_device(layout), layout.weight_shards > 1
     model = _load_trained_model(config, layout, device)
     stops = stop_token_ids(model, tokenizer)
     learner_weights: Any
@@ -87,7 +87,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         sampler_weights = ServedAdapter(learner_weights.adapted)
     else:  # the sampler needs its own copy of all weights
         served = load_model(config.model, layout.dtype, device)
-        if divided:
+        if sharded:
             from groupwise.engine.learner.fsdp import shard_model
 
             shard_model(served, layout.device)
@@ -107,7 +107,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         replicas,
         local_policy=TorchPolicy(sampler_weights) if samples_on_servers else None,
         adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
-        if config.lora is not None and config.model.backend != "unsloth" and not divided
+        if config.lora is not None and config.model.backend != "unsloth" and not sharded
         else None,  # further models can be added to the base of an adapter's training
     )
 
@@ -246,7 +246,7 @@ def _build_learner(
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
-        divide_on=layout.device if layout.weight_shards > 1 else None,
+        shard_device=layout.device if layout.weight_shards > 1 else None,
         **only_rl,
     )
 

@@ -33,7 +33,7 @@ from uuid import uuid4
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.process_tree import describe_exit
 from groupwise.core.processes.program import ProcessGroup
 from groupwise.core.settings.view import View
 from groupwise.engine.models.artefact import keep_artefact, weight_files
@@ -66,7 +66,7 @@ class _EvaluationProcess:
     """A running evaluation process."""
 
     step: int
-    family: ProcessGroup
+    group: ProcessGroup
     """The process with all its descendants."""
     output: Path
     started_at: float
@@ -119,7 +119,7 @@ class BenchmarkOnCheckpoint(Callback):
             raise ValueError("`task_module` and `overrides` belong to `config`.")
         if command and not any("{output}" in argument for argument in command):
             raise ValueError(
-                "the command does not say {output}, the JSON file that it is to write."
+                "the command does not contain {output}, the path of the JSON file to write."
             )
         if max_processes < 1 or time_limit <= 0:
             raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")
@@ -232,7 +232,7 @@ class BenchmarkOnCheckpoint(Callback):
             if end.state == "finished":
                 run.leave(pending_work)
         for process in self._processes:
-            process.family.end()
+            process.group.end()
 
     def _unfinished_steps(self) -> str:
         steps = sorted([*(process.step for process in self._processes), *self._waiting])
@@ -243,12 +243,12 @@ class BenchmarkOnCheckpoint(Callback):
     def _poll(self, run: RunHandle) -> None:
         """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
         for process in list(self._processes):
-            if process.family.has_ended:
+            if process.group.has_ended:
                 self._processes.remove(process)
                 self._finish_evaluation(run, process)
             elif time.monotonic() - process.started_at > self.time_limit:
                 self._processes.remove(process)
-                process.family.end()
+                process.group.end()
                 self._report_failure(
                     run, process.step, f"it took longer than {self.time_limit:g} seconds"
                 )
@@ -267,12 +267,12 @@ class BenchmarkOnCheckpoint(Callback):
                 *self._verbatim,
             ]
             log, cwd = folder / LOG, Path.cwd()
-            family = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
+            group = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
             logger.info("%s of step-%d begins", self.label, step)
-            self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
+            self._processes.append(_EvaluationProcess(step, group, output, time.monotonic()))
 
     def _finish_evaluation(self, run: RunHandle, process: _EvaluationProcess) -> None:
-        code = process.family.end()
+        code = process.group.end()
         if code != 0 and not (self._program is not None and process.output.exists()):
             self._report_failure(run, process.step, describe_exit(code))
             return

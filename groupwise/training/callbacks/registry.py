@@ -141,7 +141,7 @@ def _refuse_equal_claims(callbacks: Sequence[Named]) -> None:
     for other_name, other_callback in callbacks[:-1]:
         if claim is not None and other_callback.claim() == claim:
             raise TaskError(
-                f"{name}: {claim} cannot be had by two callbacks, and {other_name} before it has it already. Leave one out, or give it "
+                f"{name}: {claim} can only belong to one callback, and {other_name} before it has it already. Leave one out, or give it "
                 "other parameters."
             )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.algorithms.own import is_own
+from groupwise.algorithms.custom import is_custom
 from groupwise.core.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.core.extras import not_installed
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
@@ -145,7 +145,7 @@ def check(
         )
     )
     algorithm = subject.config.algorithm
-    if is_own(algorithm.type):
+    if is_custom(algorithm.type):
         findings.extend(check_algorithm(build_algorithm(subject.config), algorithm.type))
     details: dict[str, Any] = {
         "prompts": _render_prompts(subject),

@@ -123,7 +123,7 @@ def memory(needed_mib: float, free_mib: float | None) -> Finding:
         meaning = "the run would be killed, or fail because memory is short"
         return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
     if needed_mib > NEARLY_FULL * free_mib:
-        meaning = "the plan is an estimate, and this leaves little beside it"
+        meaning = "the plan is an estimate, and this leaves little more"
         return Finding("memory", "warning", measured, meaning, NEEDS_LESS, data)
     return Finding("memory", "ok", measured, data=data)
 

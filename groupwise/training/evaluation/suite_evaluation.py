@@ -25,7 +25,7 @@ from groupwise.api.openai_client.client import Client, Endpoint, checked_url
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import run_to_end, sigterm_interrupts
-from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.process_tree import describe_exit
 from groupwise.core.processes.program import ProcessGroup
 from groupwise.runs.folder import RESULTS, add_result, result_file
 from groupwise.training.evaluation.policies import PolicyWeights, find_policy
@@ -240,8 +240,8 @@ def _run_suites(
             started_at = time.monotonic()
             with ProcessGroup(
                 words, folder=folder, log=log, environment=environment, secret=key
-            ) as family:
-                code = family.wait(request.time_limit)
+            ) as group:
+                code = group.wait(request.time_limit)
             lighteval.tidy(folder)
             if code is None:
                 raise RunError(
@@ -249,7 +249,7 @@ def _run_suites(
                 )
             if code != 0:
                 raise RunError(
-                    f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
+                    f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{group.last_output()}"
                 )
             try:
                 suite_scores = lighteval.read_scores(suite, folder, log)

@@ -32,7 +32,6 @@ from groupwise.core.errors import (
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.terminal.ticker import Ticker
 from groupwise.runs.lock import LOCK, RunLock, holder
-from groupwise.training.generation.asking import Failure, RowRequester, Tally
 from groupwise.training.generation.config import GenerateConfig, read_options
 from groupwise.training.generation.journal import ANSWERS, Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Prompts, read_prompts
@@ -42,6 +41,7 @@ from groupwise.training.generation.results import (
     replaced_columns,
     write_results,
 )
+from groupwise.training.generation.row_requests import Failure, RowRequester, Tally
 from groupwise.training.generation.scoring import TOKENS, Scores, Scoring, build_scoring, score_all
 from groupwise.training.generation.upload import prepare_upload, upload
 

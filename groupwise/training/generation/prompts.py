@@ -225,7 +225,7 @@ class Template:
             match = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
             hint = f" Is {{{match[1]}}} meant for {match[0]}?" if match else ""
             raise TaskError(
-                "The prompt template names no column, so that every row would get the same prompt. A column stands in single "
+                "The prompt template names no column, so that every row would get the same prompt. Write a column in single "
                 f"braces, {{question}}; doubled braces stand for themselves.{hint}"
             )
 

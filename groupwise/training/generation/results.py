@@ -23,10 +23,10 @@ from groupwise.core.atomic_files import building_path, explaining_disk_errors, p
 from groupwise.core.reward_call.plain import plain
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.core.terminal.text import shorten
-from groupwise.training.generation.asking import Failure
 from groupwise.training.generation.config import GenerateConfig
 from groupwise.training.generation.journal import Answers, Generation
 from groupwise.training.generation.prompts import Item
+from groupwise.training.generation.row_requests import Failure
 from groupwise.training.generation.scoring import Scores
 
 GENERATIONS = "generations.jsonl"

@@ -79,7 +79,7 @@ async def _updates(
     norms: list[float] = []
     left_out = 0
     logprobs: dict[int, Sequence[tuple[float, ...]]] = {}
-    for part in parts(len(groups), run.config.training):
+    for part in update_ranges(len(groups), run.config.training):
         rows = [row for index in part for row in rows_by_group[index]]
         if not rows:
             continue
@@ -102,7 +102,7 @@ async def _updates(
     return LearnResult(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
 
 
-def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
+def update_ranges(groups: int, training: TrainingConfig) -> Iterator[range]:
     """The range of groups of each update of a step: contiguous, of nearly equal size, the same in every pass."""
     count = min(training.minibatches, groups)
     bounds = [groups * index // count for index in range(count + 1)]
@@ -164,7 +164,7 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
         ]
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
-    updates = len([*parts(len(rows_by_group), run.config.training)])
+    updates = len([*update_ranges(len(rows_by_group), run.config.training)])
     needs_proximal = updates > 1 or any(row.others is not None for row in with_sibling_stats(rows))
     if run.algorithm.needs_proximal and needs_proximal:
         logprobs = await run.learner.logprobs(rows)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from groupwise.algorithms.advantages import tied
+from groupwise.algorithms.advantages import all_equal
 from groupwise.core.types import Group
 from groupwise.runs.advice import DISTILLATION, DISTINCT
 from groupwise.training.evaluation.measures import distinct_share
@@ -75,7 +75,7 @@ class Timings:
     sampled_tokens: int = 0
     learned_tokens: int = 0
 
-    def drew(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
+    def set_sampling(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
         """Set how long the groups of the step took; part of that time may have been during earlier steps."""
         self.sampling, self.scoring, self.sampled_tokens = sampling, scoring, sampled_tokens
 
@@ -188,7 +188,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     # There is nothing to compare within a group.
     if all(len(group.rollouts) == 1 for group in groups):
         return mean
-    ties = [tied(rewards) for rewards in scored_groups]
+    ties = [all_equal(rewards) for rewards in scored_groups]
     return {
         **mean,
         "reward_std": fmean(_std(rewards) for rewards in scored_groups),

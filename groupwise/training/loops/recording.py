@@ -118,8 +118,8 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
     is_off_policy = (
         run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
     )
-    if gap > MAX_GAP and not run.gap_seen and not is_off_policy:
-        run.gap_seen = True
+    if gap > MAX_GAP and not run.gap_warned and not is_off_policy:
+        run.gap_warned = True
         logger.warning(
             "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
             "corrects for it, but look for its cause: lora.dropout, a model that computes differently in batches, or experts that the two "

@@ -5,10 +5,10 @@
         take_step(groups)           credits → rows → updates → publish → record → at intervals a checkpoint
 
 `train` calls both. If you already have scored groups, call `take_step` directly. Every completion contains the version and fingerprint of
-the weights that drew it, and the loop stops if these are not the ones that the schedule prescribes.
+the weights that sampled it, and the loop stops if these are not the ones that the schedule prescribes.
 
 The examples of a draw and all random numbers follow from the config's seed and the number of the draw. So the complete state of a run is
-its weights, the optimiser's state and its position (`Run.position`).
+its weights, the optimiser's state and its position (`Run.state`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
-from groupwise.training.loops.drawing import load_policy, rest_sampler
+from groupwise.training.loops.group_sampling import load_policy, release_sampler_memory
 from groupwise.training.loops.held_out import evaluate_if_due
 from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
@@ -76,13 +76,13 @@ async def take_step(
 
     `rate` is the learning rate; None: that of the run's schedule at this step.
     """
-    run.timings.drew(batch.sampling, batch.scoring, batch.sampled_tokens)
+    run.timings.set_sampling(batch.sampling, batch.scoring, batch.sampled_tokens)
     await run.callbacks.groups_scored(batch.groups, batch.rejected)
     policy_in = run.policy
     credits = run.algorithm.credits(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
-    await rest_sampler(run)
+    await release_sampler_memory(run)
     result = await learn(run, batch.groups, credits, rate)
     if result.changed:
         await publish(run, policy_in.version + 1)

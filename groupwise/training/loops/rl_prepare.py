@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from groupwise.algorithms.own import file_digest, is_own
+from groupwise.algorithms.custom import file_digest, is_custom
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import TASK_COLUMN, Example
@@ -234,7 +234,7 @@ def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
 def _algorithm_facts(config: RunConfig) -> dict[str, str]:
     """The content of the file of an algorithm of one's own, by its digest."""
     name = config.algorithm.type
-    return {"algorithm_file": file_digest(name)} if is_own(name) else {}
+    return {"algorithm_file": file_digest(name)} if is_custom(name) else {}
 
 
 def _check_teacher(

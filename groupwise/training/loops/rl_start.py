@@ -35,7 +35,7 @@ from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.training.evaluation.evaluate import EvalResult, compare_before_after, held_out
-from groupwise.training.loops.drawing import load_policy
+from groupwise.training.loops.group_sampling import load_policy
 from groupwise.training.loops.held_out import (
     HELD_OUT_KEY,
     announce,

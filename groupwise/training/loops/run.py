@@ -134,7 +134,7 @@ class Run(Learning):
     unscored_steps: int = 0
     unrewarded: bool = False
     """True if environments give the rewards and none has given any so far; False again once that was warned of."""
-    gap_seen: bool = False
+    gap_warned: bool = False
     """True once a large difference between the sampler's and the learner's log-probabilities was warned of."""
     uncommitted_groups: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored but belong to no committed step."""

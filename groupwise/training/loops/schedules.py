@@ -24,7 +24,7 @@ from typing import Any
 
 from groupwise.core.interruption import Interrupted, gather_all
 from groupwise.core.types import Group, Policy
-from groupwise.training.loops import drawing
+from groupwise.training.loops import group_sampling
 from groupwise.training.loops.run import Schedule, StepBatch, TaskRun
 
 
@@ -84,7 +84,7 @@ class FixedLag:
 
     async def _serve_policy(self, policy: Policy) -> None:
         if policy.version != self._run.serving.version:
-            await drawing.load_policy(self._run, policy)
+            await group_sampling.load_policy(self._run, policy)
 
     def _start_step(self, step: int) -> None:
         if step in self._steps:
@@ -115,7 +115,7 @@ class FixedLag:
                 for group in await self._groups(step, draws, timer, is_last_round=not rounds_left):
                     (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
                 if len(accepted) == size or not rounds_left:
-                    return timer.note(fill_step(accepted, rejected, size))
+                    return timer.add_timings(fill_step(accepted, rejected, size))
                 rounds_left -= 1
         finally:
             self._sampling.pop(step).set()
@@ -128,7 +128,7 @@ class FixedLag:
 
         async def one(draw: int) -> Group:
             choice = self._run.selection.take(step, draw - first_draw, draw)
-            group = timer.sampled(await drawing.sample(self._run, draw, choice, step))
+            group = timer.sampled(await group_sampling.sample(self._run, draw, choice, step))
             waiting.discard(draw)
             if is_last_round and not waiting:
                 self._sampling[step].set()
@@ -147,7 +147,7 @@ def fill_step(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -
 class _PendingGroup:
     """A group of the free schedule that is not trained yet."""
 
-    since: int
+    requested_step: int
     """Number of steps done when it was requested."""
     sampled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -162,7 +162,7 @@ class Free:
         self._run = run
         self._lag = run.config.training.max_off_policy_steps
         self._next = run.next_draw
-        self._again = list(run.outstanding)
+        self._redraws = list(run.outstanding)
         self._size = run.config.training.prompts_per_step
         self._planned: set[int] = set()
         """Blocks whose draws were chosen; a block has as many draws as a step has prompts."""
@@ -181,7 +181,7 @@ class Free:
     def outstanding(self) -> Sequence[int]:
         step, draws = self._taken
         uncommitted = draws if step == self._run.step else []
-        return sorted([*self._again, *self._pending, *uncommitted])
+        return sorted([*self._redraws, *self._pending, *uncommitted])
 
     async def next(self) -> StepBatch:
         run = self._run
@@ -195,15 +195,15 @@ class Free:
             ]
             count = size * min(self._lag + 1, self._run.max_steps - self._run.step)
             while len(self._pending) < count:
-                if self._again:
-                    draw = self._again.pop(0)
+                if self._redraws:
+                    draw = self._redraws.pop(0)
                 else:
                     draw, self._next = self._next, self._next + 1
                 pending = self._pending[draw] = _PendingGroup(self._run.step)
                 pending.task = asyncio.create_task(self._draw_group(draw, pending))
             draws = self._choose(size)
             if draws is not None:
-                return self._timer.note(
+                return self._timer.add_timings(
                     StepBatch([self._take_group(draw) for draw in draws], rejected)
                 )
             # Wait for another group to finish; `result` raises the error if it failed.
@@ -233,12 +233,18 @@ class Free:
     def _choose(self, size: int) -> list[int] | None:
         """The draws that the step trains, or None. While others are in progress, replayed groups are limited to their configured share."""
         groups = {draw: pending.group for draw, pending in self._pending.items()}
-        since = {draw: pending.since for draw, pending in self._pending.items()}
+        sampled_steps = {draw: pending.requested_step for draw, pending in self._pending.items()}
         replayed_draws = {d for d, group in groups.items() if group and group.origin == "replay"}
         replay = self._run.config.data.replay
         max_replayed = int(replay.max_share * size) if replay and None in groups.values() else size
         return choose(
-            self._finished, since, self._run.step, self._lag, size, replayed_draws, max_replayed
+            self._finished,
+            sampled_steps,
+            self._run.step,
+            self._lag,
+            size,
+            replayed_draws,
+            max_replayed,
         )
 
     async def _draw_group(self, draw: int, pending: _PendingGroup) -> None:
@@ -247,11 +253,11 @@ class Free:
             self._planned.add(block)
             self._run.selection.plan(block, self._run.step, self._size)
             choice = self._run.selection.take(block, slot, draw)
-            group = await drawing.sample(self._run, draw, choice, pending.since)
+            group = await group_sampling.sample(self._run, draw, choice, pending.requested_step)
             self._timer.sampled(group)
         finally:
             pending.sampled.set()
-        pending.group = await _score_group(self._run, group, pending.since, self._timer)
+        pending.group = await _score_group(self._run, group, pending.requested_step, self._timer)
         self._finished.append(draw)
 
     def _not_accepted(self) -> list[int]:
@@ -270,7 +276,7 @@ class Free:
 
 def choose(
     finished: Sequence[int],
-    since: Mapping[int, int],
+    sampled_steps: Mapping[int, int],
     step: int,
     lag: int,
     size: int,
@@ -279,17 +285,17 @@ def choose(
 ) -> list[int] | None:
     """Choose the `size` finished groups that step `step` trains, the earliest if possible; None: wait for more.
 
-    `since` maps each draw, finished or in progress, to the step at which it was sampled. After this step, the groups sampled at step t or
-    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `max_replayed`
-    chosen groups may be in `replayed_draws`.
+    `sampled_steps` maps each draw, finished or in progress, to the step at which it was sampled. After this step, the groups sampled at
+    step t or earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most
+    `max_replayed` chosen groups may be in `replayed_draws`.
     """
-    counts = Counter(since.values())
+    counts = Counter(sampled_steps.values())
     chosen: list[int] = []
     for t in sorted(counts):
         sampled_count = sum(counts[other_step] for other_step in counts if other_step <= t)
         due = sampled_count - max(0, t + lag - step) * size
-        chosen_count = sum(since[draw] <= t for draw in chosen)
-        candidates = [draw for draw in finished if since[draw] <= t and draw not in chosen]
+        chosen_count = sum(sampled_steps[draw] <= t for draw in chosen)
+        candidates = [draw for draw in finished if sampled_steps[draw] <= t and draw not in chosen]
         if due - chosen_count > len(candidates):
             return None
         chosen += candidates[: max(0, due - chosen_count)]
@@ -306,13 +312,13 @@ class _Timer:
     """Measures when the first group was requested, the last one sampled and the last one scored."""
 
     def __init__(self) -> None:
-        self._begun = self._sampled = self._scored = time.perf_counter()
+        self._requested_at = self._sampled_at = self._scored_at = time.perf_counter()
         self._tokens = 0
 
     def sampled(self, group: Group) -> Group:
         if group.again is not None:
             return group
-        self._sampled = self._scored = time.perf_counter()
+        self._sampled_at = self._scored_at = time.perf_counter()
         self._tokens += sum(
             len(segment.token_ids)
             for rollout in group.rollouts
@@ -322,19 +328,19 @@ class _Timer:
         return group
 
     def scored(self) -> None:
-        self._scored = time.perf_counter()
+        self._scored_at = time.perf_counter()
 
-    def note(self, batch: StepBatch) -> StepBatch:
+    def add_timings(self, batch: StepBatch) -> StepBatch:
         return replace(
             batch,
-            sampling=self._sampled - self._begun,
-            scoring=self._scored - self._sampled,
+            sampling=self._sampled_at - self._requested_at,
+            scoring=self._scored_at - self._sampled_at,
             sampled_tokens=self._tokens,
         )
 
 
 async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
-    scored_group = await drawing.score(run, group, step)
+    scored_group = await group_sampling.score(run, group, step)
     timer.scored()
     run.uncommitted_groups[group.draw] = scored_group
     show_sampling(run)

@@ -7,7 +7,7 @@
 
 The loss of a step is the mean over all its trained tokens, in whichever rows they are. Nothing is sampled, so nothing is published
 during the run: the policies of a supervised run are its checkpoints. Its complete state is the weights, the optimiser's state, the
-number of steps and the results of evaluations (`SftRun.position`).
+number of steps and the results of evaluations (`SftRun.state`).
 """
 
 from __future__ import annotations

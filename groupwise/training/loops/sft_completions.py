@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise.algorithms.advantages import tied
+from groupwise.algorithms.advantages import all_equal
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.runs.advice import DISTINCT
@@ -136,7 +136,7 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not groups:
         return {}
     return {
-        WITH_SIGNAL: fmean(not tied([row["reward"] for row in samples]) for samples in groups),
+        WITH_SIGNAL: fmean(not all_equal([row["reward"] for row in samples]) for samples in groups),
         DISTINCT: fmean(
             distinct_share([row["completion"] for row in samples]) for samples in groups
         ),

@@ -42,14 +42,14 @@ class Teaching:
         if self.endpoint is None:
             return group
         rollouts = await gather_all(
-            self._asked(self.endpoint, rollout)
+            self._with_endpoint_logprobs(self.endpoint, rollout)
             if rollout.outcome == "scored"
             else _unchanged(rollout)
             for rollout in group.rollouts
         )
         return replace(group, rollouts=tuple(rollouts))
 
-    async def _asked(self, endpoint: EndpointTeacher, rollout: Rollout) -> Rollout:
+    async def _with_endpoint_logprobs(self, endpoint: EndpointTeacher, rollout: Rollout) -> Rollout:
         texts = [
             (
                 rollout.teacher_prompt_ids or prompt,

@@ -25,7 +25,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.record_segments import write_record_segment
-from groupwise.runs.recovery import carry
+from groupwise.runs.recovery import add_run_files
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.loops.metrics import Timings
 
@@ -96,7 +96,7 @@ class Training:
         self.progress.note(text)
 
     def state(self) -> dict[str, Any]:
-        """What of the run a checkpoint keeps beside weights and optimiser, as plain JSON."""
+        """The part of the run's state that a checkpoint stores in addition to weights and optimiser, as plain JSON."""
         return {
             "step": self.step,
             "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},
@@ -201,7 +201,7 @@ async def write_checkpoint(training: Training) -> None:
         write_record_segment(
             training.folder.path, training.folder.store.path, folder, training.step
         )
-        carry(training.folder.path, folder, training.step)
+        add_run_files(training.folder.path, folder, training.step)
         if training.policy.kind == "full":  # another run can then start from the checkpoint
             training.tokenizer.save_pretrained(folder)
         await training.learner.save(str(folder))

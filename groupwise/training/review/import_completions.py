@@ -67,7 +67,9 @@ def import_completions(
     rewards = tuple(rewards) or _find_rewards(rows, history)
     unknown = [column for column in rewards if column not in rows[0]]
     if unknown or not rewards:
-        named = f"no column {unknown[0]!r}" if unknown else "no column of numbers beside the step"
+        named = (
+            f"no column {unknown[0]!r}" if unknown else "no column of numbers other than the step"
+        )
         raise UsageError(
             f"{source} has {named}. Name the rewards by --reward; columns are: {', '.join(rows[0])}."
         )

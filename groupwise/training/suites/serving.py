@@ -72,7 +72,7 @@ class Weights:
 def check_command(command: Sequence[str]) -> None:
     """Raise UsageError for a command that could not serve a policy here."""
     if not any(PORT in argument for argument in command):
-        raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
+        raise UsageError(f"the command that serves does not contain {PORT}, the port to serve on.")
     if not any(placeholder in argument for argument in command for placeholder in WEIGHTS):
         raise UsageError(
             f"the command that serves says neither {' nor '.join(WEIGHTS)}, so it would serve something else."
@@ -102,10 +102,10 @@ def serving(
         ]
         with ProcessGroup(
             command, folder=Path.cwd(), log=folder / "server.txt", environment={}
-        ) as family:
+        ) as group:
             url = f"http://127.0.0.1:{port}/v1"
-            names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
-            yield family, url, _choose_model(names, model)
+            names = _await_models(group, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
+            yield group, url, _choose_model(names, model)
     finally:
         shutil.rmtree(folder / "merged", ignore_errors=True)
 
@@ -158,14 +158,14 @@ def _count_gpus(weights: Weights) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _await_models(family: ProcessGroup, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
+def _await_models(group: ProcessGroup, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
     """Wait until the server reports its models. While it loads, it refuses connections or answers with an error."""
     deadline = time.monotonic() + seconds
     while True:
-        if family.has_ended:
-            code = family.end()
+        if group.has_ended:
+            code = group.end()
             raise RunError(
-                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_output()}"
+                f"The server ended before it answered (exit code {code}). Its log is {group.log}, and ends:\n{group.last_output()}"
             )
         try:
             return run_to_end(_list_models(endpoint))
@@ -174,8 +174,8 @@ def _await_models(family: ProcessGroup, endpoint: Endpoint, seconds: float) -> t
                 raise
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"The server did not answer within {seconds:g} seconds ({error}). Its log is {family.log}, and ends:\n"
-                    f"{family.last_output()}"
+                    f"The server did not answer within {seconds:g} seconds ({error}). Its log is {group.log}, and ends:\n"
+                    f"{group.last_output()}"
                 ) from error
         time.sleep(POLL_INTERVAL)
 

@@ -1,4 +1,4 @@
-"""On PostgreSQL: what `test_clearing.py` in `tests/unit/jobs/fleet/machines` and in `files` beside it ask of the database alone."""
+"""The database queries of `test_clearing.py` in `tests/unit/jobs/fleet/machines` and in `tests/unit/jobs/fleet/files`, on PostgreSQL."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Readers of events and those who write them at once.
+"""Readers and writers of events at the same time.
 
 1. What was committed after a higher number is neither skipped nor handed out twice.
 2. What was rolled back holds nobody up.

@@ -1,4 +1,4 @@
-"""The machine that an example plays is added as it says, cannot be reached after Ctrl-C, and comes back as the same one."""
+"""The machine of an example can be added as the example says, is unreachable after Ctrl-C, and comes back as the same machine."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Text that would be something else to a shell, a terminal, a path or a format, in every field that people fill in.
+"""Text that has a special meaning for a shell, a terminal, a path or a format, in every field that people fill in.
 
 1. Whatever field it stands in and whoever wrote it there, it is refused with a reason that names the field, or kept exactly as it is.
 2. What arrives in a process (arguments, variables, files) is what was given, byte for byte.

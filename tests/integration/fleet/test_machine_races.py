@@ -1,4 +1,4 @@
-"""Verbs of machines against each other and against claims, on a real PostgreSQL: whichever commits first, the other one sees it."""
+"""Operations on machines race with each other and with claims, on a real PostgreSQL: the one that commits later sees the other."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Machines of which a fifth is dead and a twentieth hangs, looked at more often than they ever are."""
+"""The poller with machines of which a fifth is dead and a twentieth hangs, at shorter intervals than in production."""
 
 import pytest
 

@@ -33,8 +33,8 @@ async def place(machine: LoopbackHost, tmp_path: Path) -> AsyncIterator[Place]:
 async def test_a_build_that_was_killed_or_took_too_long_there_is_started_again(
     place: Place,
 ) -> None:
-    mark = place.desk.folder / "installing"
-    place.desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
+    mark = place.builds.folder / "installing"
+    place.builds.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
     first = asyncio.create_task(place.prepare())
     await wait_until_async(mark.exists)
     runner = builds_of(place.machine, place.host)
@@ -45,18 +45,18 @@ async def test_a_build_that_was_killed_or_took_too_long_there_is_started_again(
         await first
     with pytest.raises(PrepareError, match="--time-limit"):
         await place.prepare(place.plan(time_seconds=1.0))
-    place.desk.behaves("")
+    place.builds.behaves("")
     assert (await place.prepare()).made
 
 
 async def test_secrets_reach_pip_and_nothing_else(place: Place) -> None:
     url = "https://me:canary-of-prepare@index/simple"
     made = place.plan(secrets={"PIP_INDEX_URL": url})
-    place.desk.behaves('[ -z "$PIP_INDEX_URL" ] || echo "$PIP_INDEX_URL" > ' + f"{place.vm}/seen")
+    place.builds.behaves('[ -z "$PIP_INDEX_URL" ] || echo "$PIP_INDEX_URL" > ' + f"{place.vm}/seen")
     await place.prepare(made)
     assert (place.vm / "seen").read_text().strip() == url
     (place.vm / "seen").unlink()
-    left = [path for path in place.desk.folder.rglob("*") if path.is_file()]
+    left = [path for path in place.builds.folder.rglob("*") if path.is_file()]
     assert [path for path in left if b"canary-of-prepare" in path.read_bytes()] == []
     assert "canary" not in "".join(place.told)
 

@@ -1,4 +1,4 @@
-"""Releases meet on one machine: what an older one has begun there.
+"""Two releases on one machine: the newer one handles attempts that the older one started.
 
 The text of the runner travels with whoever asks, so a control plane always asks one of its own release; older are the supervisors that
 still run, with their folders.

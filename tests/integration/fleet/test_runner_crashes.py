@@ -1,4 +1,4 @@
-"""The runner and its supervisor, killed at every single thing that they do to the world.
+"""The runner and its supervisor are killed at each of their side effects.
 
 Each call that changes something (a file, a lock, a process) is a point. For each point in turn a launch is begun in which the process in
 question dies there by SIGKILL, at the point or just after it; then the control plane does what it does after any call without

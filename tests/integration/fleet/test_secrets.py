@@ -1,4 +1,4 @@
-"""Canaries as secrets, keys and passwords of a whole fleet, and then everything is searched for them.
+"""A fleet with canaries as secrets, keys and passwords; then all its output and files are searched for them.
 
 1. The command of a job has its secrets, and nobody else: no other process of its machine, in arguments or environment.
 2. Nowhere are they written down: not in the database, in logs, events, artefacts, or any file here or on a machine.

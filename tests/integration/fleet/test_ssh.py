@@ -15,7 +15,7 @@ import asyncssh
 import pytest
 
 from groupwise.jobs.hosts.driver import Launch, Runner
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostKeyError,
     HostUnreachable,

@@ -1,4 +1,4 @@
-"""A GRPO job by the five entrances, on a real machine, to its very end. And one of them loses its machine on the way.
+"""A GRPO job, submitted in each of the five ways, runs to its end on a real machine. One of them loses its machine on the way.
 
 1. However it was submitted, a job has the same command; it ends `completed`, and its model is there.
 2. Its log is byte for byte what the machine has; its end is told on `jobs.completed`.

@@ -1,4 +1,4 @@
-"""Trainers that know nothing of us, on real machines: their checkpoints travel by `seal`."""
+"""Trainers that do not import groupwise, on real machines: their checkpoints are marked as complete by `seal`."""
 
 from collections.abc import Iterator
 from pathlib import Path

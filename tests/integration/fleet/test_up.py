@@ -1,4 +1,4 @@
-"""`groupwise fleet up` as a person has it: a folder, two terminals, and kill -9.
+"""`groupwise fleet up` as a user runs it: a folder, two terminals, and kill -9.
 
 1. A submission prints its job's id alone, and a fleet that runs takes it at once.
 2. Cancel leaves no process; retry begins a new generation.

@@ -1,4 +1,4 @@
-"""A project with a task, and somebody who launches its commands."""
+"""A project with a task, and a user who launches its commands."""
 
 import shutil
 from collections.abc import Iterator

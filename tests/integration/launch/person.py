@@ -1,4 +1,4 @@
-"""Whoever types `groupwise launch`: a project, a home of their own, and a terminal."""
+"""A user of `groupwise launch`: a project, a home folder, and a terminal."""
 
 import json
 import os

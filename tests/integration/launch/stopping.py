@@ -1,4 +1,4 @@
-"""A job that waits, with a secret, and Ctrl-C of whoever watches: it is the same on every place."""
+"""A waiting job with a secret, and Ctrl-C by its watcher: the same on every place."""
 
 import hashlib
 import signal

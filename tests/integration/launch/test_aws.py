@@ -1,4 +1,5 @@
-"""`groupwise launch aws`, typed, against moto, where a real sshd stands in for machines; and that none of these is left, whatever fails.
+"""`groupwise launch aws` as a user types it, against moto, with a real sshd in place of instances. Whatever fails, no instance is left
+running.
 
 1. The machine is exactly the one that was described; nothing secret is in what AWS keeps of it.
 2. Whatever fails between its start and the job's beginning ends it, Ctrl-C too; an answer that was lost does not hide it.
@@ -39,7 +40,7 @@ from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.port import HostUnreachable
+from groupwise.jobs.hosts.host import HostUnreachable
 from groupwise.jobs.hosts.spec import Limits
 from groupwise.jobs.launch import places
 from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, FakeAws, cloud, ec2_client, user_data_of
@@ -75,7 +76,7 @@ def account(rented: FakeAws) -> Iterator[FakeAws]:
         rented.ec2.terminate_instances([machine])
     rented.requests.clear()
     yield rented
-    rented.says_key, rented.key_said = True, None
+    rented.shows_key, rented.console_key = True, None
     rented.host.restart()
     shutil.rmtree(rented.host.home / "groupwise-launch", ignore_errors=True)
 
@@ -376,12 +377,12 @@ async def test_a_machine_that_fails_during_preparation_is_terminated(
 async def test_a_machine_without_the_expected_host_key_is_terminated(
     account: FakeAws, reach: Reach
 ) -> None:
-    account.says_key = False
+    account.shows_key = False
     with pytest.raises(CloudError, match="host key"):
         await reach(timeouts=AwsTimeouts(look=0.01, ready=0.05)).makes(name="mute")
     assert account.living() == []
-    account.says_key = True
-    account.key_said = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
+    account.shows_key = True
+    account.console_key = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
     with pytest.raises(CloudError, match="pinned"):
         await reach().makes()
     assert account.living() == []
@@ -654,7 +655,7 @@ def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
 def test_a_signal_during_preparation_terminates_the_machine(
     person: Person, python: list[str], account: FakeAws
 ) -> None:
-    account.says_key = False
+    account.shows_key = False
     words = (*python, *job(person))
     signals = (signal.SIGTERM, signal.SIGHUP)
     launching = [person.begins(*words, "--name", f"early-{number}") for number in signals]

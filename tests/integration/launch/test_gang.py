@@ -1,4 +1,4 @@
-"""Jobs on several machines at once, two real sshds, two nodes of a real Slurm and of a real Ray, as somebody types them.
+"""Jobs on several machines at once: two real sshds, two nodes of a real Slurm and of a real Ray, started by commands as a user types them.
 
 1. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
 2. A training on two machines, with samplers of its own, is that of one process up to rounding; what it makes comes from the first machine.

@@ -1,4 +1,4 @@
-"""`groupwise launch local`, typed: a job from the words to its results, and what may happen to whoever watches and to the job itself."""
+"""`groupwise launch local` as a user types it: from the command to the results, with faults of the watcher and of the job."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Modal as a place, with a Modal of this machine: what happens when containers are taken away, calls end, and nobody watches."""
+"""`groupwise launch modal` with a fake Modal: containers are taken away, calls end, and nobody watches."""
 
 import asyncio
 import hashlib

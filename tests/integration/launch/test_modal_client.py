@@ -1,4 +1,4 @@
-"""The port to the real Modal, with Modal's own client and a server of this machine: what is deployed, and what calls carry."""
+"""Our calls of Modal, by Modal's own client against a local server: what is deployed, and the arguments of calls."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,10 +11,10 @@ from modal._serialization import serialize
 from modal_proto import api_pb2
 
 from groupwise.jobs.clouds.backend import Outcome
+from groupwise.jobs.clouds.modal.api import Call, Image, app_of
 from groupwise.jobs.clouds.modal.live import LiveModal
-from groupwise.jobs.clouds.modal.port import Call, Image, app_of
-from groupwise.jobs.hosts.port import HostError, OutcomeUnknown
-from tests.fake_modal import FakeModal, desk, spawn
+from groupwise.jobs.hosts.host import HostError, OutcomeUnknown
+from tests.fake_modal import FakeModal, coordinate, spawn
 from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
 from tests.launch_backends import LaunchClient, modal_backend
 
@@ -33,22 +33,22 @@ async def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterat
 
 
 @pytest.fixture
-async def port(server: Server) -> AsyncIterator[LiveModal]:
+async def live(server: Server) -> AsyncIterator[LiveModal]:
     found = LiveModal()
     yield found
     await found.close()
 
 
 @pytest.fixture
-async def deployed(port: LiveModal) -> LiveModal:
+async def deployed(live: LiveModal) -> LiveModal:
     """It has the image."""
-    await port.deploy(IMAGE)
-    return port
+    await live.deploy(IMAGE)
+    return live
 
 
-async def spawned(port: LiveModal, **asks: Any) -> str:
+async def spawned(live: LiveModal, **asks: Any) -> str:
     """A call of a job."""
-    return await port.spawn(Call("job", 1, app=app_of(IMAGE.name), **asks), {})
+    return await live.spawn(Call("job", 1, app=app_of(IMAGE.name), **asks), {})
 
 
 def at_once(value: Any) -> Callable[[], Any]:
@@ -56,11 +56,11 @@ def at_once(value: Any) -> Callable[[], Any]:
 
 
 async def test_the_desk_is_deployed_once_and_is_one_container(
-    server: Server, port: LiveModal
+    server: Server, live: LiveModal
 ) -> None:
     server.answers = lambda name, *words: at_once([name, *words])
-    assert await port.call_coordinator("turns", [["a", 1]]) == [
-        "groupwise-desk-1/desk",
+    assert await live.call_coordinator("turns", [["a", 1]]) == [
+        "groupwise-coordinator-1/coordinate",
         "turns",
         [["a", 1]],
     ]
@@ -68,10 +68,10 @@ async def test_the_desk_is_deployed_once_and_is_one_container(
     await other.call_coordinator("note", "a", 1, 1, "fc-1")
     await other.close()
     assert len(server.of("FunctionCreate")) == 1
-    made = server.functions["groupwise-desk-1/desk"]
+    made = server.functions["groupwise-coordinator-1/coordinate"]
     assert (made.module_name, made.implementation_name) == (
         "groupwise.jobs.clouds.modal.app",
-        "desk",
+        "coordinate",
     )
     assert made.autoscaler_settings.max_containers == 1
     assert made.max_concurrent_inputs <= 1
@@ -81,11 +81,11 @@ async def test_the_desk_is_deployed_once_and_is_one_container(
 
 
 async def test_work_has_its_image_from_the_builder_and_is_not_repeated_by_modal(
-    server: Server, port: LiveModal
+    server: Server, live: LiveModal
 ) -> None:
-    assert not await port.has_app(app_of(IMAGE.name))
-    await port.deploy(IMAGE)
-    assert await port.has_app(app_of(IMAGE.name))
+    assert not await live.has_app(app_of(IMAGE.name))
+    await live.deploy(IMAGE)
+    assert await live.has_app(app_of(IMAGE.name))
     lines = [
         line for each in server.of("ImageGetOrCreate") for line in each.image.dockerfile_commands
     ]
@@ -172,7 +172,7 @@ async def test_a_call_that_has_ended_or_is_forgotten_does_not_live_and_of_others
 
 
 async def test_a_request_that_lost_its_connection_may_have_arrived(
-    port: LiveModal, monkeypatch: pytest.MonkeyPatch
+    live: LiveModal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost() -> None:
         raise modal.exception.ConnectionError("the last of several tries")
@@ -180,23 +180,23 @@ async def test_a_request_that_lost_its_connection_may_have_arrived(
     call = SimpleNamespace(cancel=SimpleNamespace(aio=lost))
     monkeypatch.setattr(modal.FunctionCall, "from_id", lambda *_, **__: call)
     with pytest.raises(OutcomeUnknown, match="last of several"):
-        await port.cancel("fc-1")
+        await live.cancel("fc-1")
 
 
-async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_path: Path) -> None:
+async def test_a_job_by_the_real_client(server: Server, live: LiveModal, tmp_path: Path) -> None:
     """The whole way, with what the fake Modal makes of each call."""
     modal = FakeModal(tmp_path / "modal")
 
     def answers(name: str, *words: Any) -> Callable[[], Any]:
-        if name.endswith("/desk"):
-            return at_once(desk(modal.folder, *words))
+        if name.endswith("/coordinate"):
+            return at_once(coordinate(modal.folder, *words))
         begun = spawn(modal.folder, Call(**words[0]), {})
         becomes = lambda: modal.result(begun) or UNFINISHED  # noqa: E731
         server.results[begun] = becomes  # the work knows itself by this id
         return becomes
 
     server.answers = answers
-    client = LaunchClient(modal_backend(port), tmp_path, "job")
+    client = LaunchClient(modal_backend(live), tmp_path, "job")
     handle = await client.submit(
         "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('y')"
     )

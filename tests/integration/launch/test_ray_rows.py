@@ -1,4 +1,4 @@
-"""Rows of a fleet behind which a real Ray begins jobs.
+"""Machines of a fleet that start jobs on a real Ray.
 
 1. A job waits for what Ray has not free, and says what for; then it runs, and comes back as from every machine.
 2. The token comes from the machine that asks, and stands in no table and no argument.

@@ -1,4 +1,4 @@
-"""`groupwise launch render`, typed."""
+"""`groupwise launch render` as a user types it."""
 
 import pytest
 from ruamel.yaml import YAML

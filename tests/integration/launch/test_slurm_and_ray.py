@@ -16,7 +16,7 @@ from groupwise.jobs.hosts import ray as ray_host
 from groupwise.jobs.hosts import schedulers
 from groupwise.jobs.hosts import slurm as slurm_host
 from groupwise.jobs.hosts.failures import FailureClass
-from groupwise.jobs.hosts.port import OutcomeUnknown
+from groupwise.jobs.hosts.host import OutcomeUnknown
 from groupwise.jobs.hosts.spec import Limits
 from tests import launch_backends, ray_cluster, slurm
 from tests.integration.launch.person import Person

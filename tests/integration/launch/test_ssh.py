@@ -1,4 +1,5 @@
-"""`groupwise launch ssh`, typed, with a real sshd: whom it trusts, and an environment that a real pip makes there."""
+"""`groupwise launch ssh` as a user types it, with a real sshd: which host keys it trusts, and an environment that a real pip installs
+there."""
 
 import dataclasses
 import json
@@ -13,8 +14,8 @@ import pytest
 
 from groupwise.jobs.hosts.driver import BATCH
 from groupwise.jobs.hosts.files import hash_of
+from groupwise.jobs.hosts.host import Request, RunnerResponse
 from groupwise.jobs.hosts.keys import parse_host_key
-from groupwise.jobs.hosts.port import Request, RunnerResponse
 from groupwise.jobs.hosts.ssh import SshHost
 from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts

@@ -1,4 +1,5 @@
-"""Two rows of a real Slurm beside a machine of the fleet: what Slurm would not have of one is begun elsewhere, and each job runs once."""
+"""Two machines that are the same real Slurm, and a machine of the fleet: a job that Slurm refuses starts elsewhere, and each job runs
+once."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One kernel for all tests that need no other, and what it is given before each."""
+"""One kernel for all tests that do not need their own, and its state before each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that were there before: found again, gone on with, given back, or left alone; and what Drive brings to another machine."""
+"""Earlier runs are found again, resumed, returned or left alone; and what Drive brings to another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The five functions on a tiny model: what they make, what they say, and that a training which was cut off goes on exactly."""
+"""The five functions on a tiny model: what they make and print, and that an interrupted training resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search: trials are trainings, worse ones end early, and one that was cut off goes on."""
+"""A search: trials are trainings, bad ones end early, and an interrupted search resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real vLLM draws for runs: `make test-vllm`; `make soak SUITE=vllm` has more, and asks the oldest release as well.
+"""Runs with the real vLLM: `make test-vllm`. `make soak SUITE=vllm` tests more, and also the oldest release.
 
 1. It draws what it is asked for, under the adapter that was loaded, with the log-probabilities of the learner.
 2. A run that is killed goes on by the same server.

@@ -1,4 +1,4 @@
-"""The examples that are clients, beside a real server: each model visibly learns what its client rewards.
+"""The examples that are clients, with a real server: each model visibly learns what its client rewards.
 
 1. The reward that an example prints at its end is near 1, and far above the first one.
 2. Where another run is active, an example stops nobody's training: it ends, and says what to do; nobody at the address is told at once.

@@ -1,4 +1,4 @@
-"""A disk that is full: what cannot be kept is not acknowledged, and with room again everything goes on by itself."""
+"""A full disk: nothing is acknowledged that cannot be stored, and once there is space again everything continues by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that are large, and wrong all over, hold nobody up for long, and take no memory for good."""
+"""Large bodies full of errors delay nobody for long, and occupy no memory permanently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of parts with every field spoilt in turn, to a real engine: each has a defined answer, and what comes after them is as before."""
+"""Calls of parts with each field corrupted in turn, to a real engine: each gets a defined answer, and later calls are unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents of several turns, beside a server that is killed: each trajectory is trained once, with each of its calls once.
+"""Multi-turn agents with a server that is killed: each trajectory is trained once, with each of its calls once.
 
 The agents know nothing of it: the client of OpenAI sends its calls again by itself, and so does ours with the rewards.
 """

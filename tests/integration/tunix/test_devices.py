@@ -1,4 +1,4 @@
-"""Several devices, with layers that divide what they compute as on a TPU: models learn and draw as on one, and are gone on with."""
+"""Several devices, with layers that shard their computation as on a TPU: models learn and sample as on one device, and can be resumed."""
 
 from __future__ import annotations
 

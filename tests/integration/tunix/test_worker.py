@@ -1,4 +1,4 @@
-"""The worker itself: with whom it ends, and what is told of torn files and requests that do not fit."""
+"""The worker process: when it ends, and its errors for torn files and invalid requests."""
 
 from __future__ import annotations
 

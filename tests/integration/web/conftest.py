@@ -1,4 +1,4 @@
-"""One Chromium and one dashboard of the same runs for all files; what others need they show themselves."""
+"""One Chromium and one dashboard of the same runs for all files; tests that need others start them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium: every page is walked, by mouse and by keyboard, on a phone, and with hostile texts.
+"""The dashboard in a real Chromium: every page is visited, by mouse and by keyboard, on a phone, and with hostile texts.
 
 Chromium is Debian's; on a machine without one these tests say so and are skipped.
 """

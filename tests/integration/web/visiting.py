@@ -1,4 +1,4 @@
-"""A dashboard, whoever looks at it in a real Chromium, and a run that goes on meanwhile."""
+"""A dashboard, its visitors in a real Chromium, and a run that goes on meanwhile."""
 
 from __future__ import annotations
 

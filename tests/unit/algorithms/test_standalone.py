@@ -1,4 +1,4 @@
-"""`step_loss`: the gradients that one finds by hand, as in `test_closed_forms.py`, and what it refuses."""
+"""`step_loss`: the gradients computed by hand, as in `test_closed_forms.py`, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: parsing, exit codes, what stands on stdout and stderr. The verbs themselves are replaced by fakes."""
+"""The command line: parsing, exit codes, what goes to stdout and stderr. The commands themselves are replaced by fakes."""
 
 import json
 import shlex

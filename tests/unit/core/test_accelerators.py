@@ -1,4 +1,4 @@
-"""What a notebook takes where nobody says: by the devices of the machine."""
+"""The backend that a notebook uses by default, by the devices of the machine."""
 
 from __future__ import annotations
 

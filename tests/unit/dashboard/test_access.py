@@ -1,4 +1,4 @@
-"""Who is let in: by a key, once, and then by its cookie; without keys whoever sits at the machine."""
+"""Who is admitted: with a key, then by its cookie; without keys, everyone on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations in pages: those of the record and those that `groupwise eval` has left in files, told apart and compared.
+"""Evaluations in pages: those of the record and those in files of `groupwise eval`, distinguished and compared.
 
 1. Both kinds stand in the list, beside the checkpoints of their step, and can be compared.
 2. Two after the same step have two addresses.

@@ -1,4 +1,4 @@
-"""What has open pages look again."""
+"""The events that make open pages reload."""
 
 from __future__ import annotations
 

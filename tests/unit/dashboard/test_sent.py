@@ -1,4 +1,4 @@
-"""Long answers let go of what they read as soon as nobody takes them any more."""
+"""Long answers release what they read as soon as the client is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights to take home: file by file, and all as one archive, which has every file as it is and is made while it is sent."""
+"""Downloads of weights: file by file, and all as one archive, made while it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The config of a notebook: checked at once, worded for people, closed once a session has it, and silent about credentials."""
+"""The config of a notebook: validated at once, with messages for people, frozen once a session has it, and without credentials in any
+output."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def made(**values: Any) -> TrainingConfig:
         ({"backend": "jax"}, "one of auto, torch, tunix"),
         ({"report_to": ("wandbb",)}, "tensorboard, wandb"),
         ({"reasoning_start": ""}, "one of them is empty"),
-        ({"solution_end": "<answer>"}, "cannot be told apart"),
+        ({"solution_end": "<answer>"}, "cannot be distinguished"),
         ({"lora_alpha": 1.5}, "lora_alpha is 1.5"),
         ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs"'),
         ({"overrides": {"training.weigt_decay": 1}}, "training.weight_decay"),

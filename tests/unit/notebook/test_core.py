@@ -1,4 +1,4 @@
-"""What a notebook's config means to the core."""
+"""How a notebook's config translates to the core's config."""
 
 from __future__ import annotations
 

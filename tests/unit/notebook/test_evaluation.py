@@ -1,4 +1,4 @@
-"""How an evaluation in a notebook asks: whose temperature, how many samples."""
+"""The sampling of an evaluation in a notebook: which temperature, how many samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rewards a notebook has: those of its config, and others instead of or beside them."""
+"""Which rewards a notebook has: those of its config, and others instead of or in addition to them."""
 
 from __future__ import annotations
 

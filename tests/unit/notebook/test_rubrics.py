@@ -1,4 +1,4 @@
-"""Rubrics of one's own: scores by words, YAML there and back, and what is wrong with one told in words."""
+"""A user's own rubrics: scores by words, YAML in both directions, and messages for mistakes."""
 
 from __future__ import annotations
 

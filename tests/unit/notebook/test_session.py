@@ -1,4 +1,4 @@
-"""What a session asks its model, and how."""
+"""What a session samples from its model, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dying at a named point, for all tests of the run directory."""
+"""Crashes at a named point, for all tests of the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run.report_to` and the keys that belong to it: what people write who come from elsewhere, and what could have no effect."""
+"""`run.report_to` and the keys that belong to it: names from other frameworks, and keys that would have no effect."""
 
 from __future__ import annotations
 

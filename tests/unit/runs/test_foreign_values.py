@@ -1,4 +1,4 @@
-"""A record in which another program has put values of other types: whoever reads them is told so, and nothing is called a bug."""
+"""A record in which another program has put values of other types: readers report that, and nothing is called a bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where weights are published: with room, by nobody else, and not for ever."""
+"""Where weights are published: with enough space, by one process only, and removed in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of the record:
+"""Segments of the record:
 
 1. put together, they are the record row by row, to the bit, also what only SQLite sees (lengths of tokens that were not kept);
 2. each begins where the one before ended; those of deleted checkpoints stay with the run, those of undone steps go;

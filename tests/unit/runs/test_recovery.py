@@ -1,4 +1,4 @@
-"""What checkpoints carry of their run:
+"""What checkpoints contain of their run:
 
 1. the newest one alone, copied elsewhere by its manifest, is a run again, with the whole record;
 2. what it carries costs no disk, is hashed once, and is never changed;
@@ -20,7 +20,7 @@ from groupwise.runs.folder import RunFolder
 from groupwise.runs.lock import RunLock
 from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.records import StepRecord
-from groupwise.runs.recovery import carry, recover_by_name, unpack
+from groupwise.runs.recovery import add_run_files, recover_by_name, unpack
 from groupwise.runs.store import Store
 
 
@@ -28,7 +28,7 @@ def save(folder: RunFolder, step: int) -> None:
     def fill(building: Path) -> None:
         (building / "weights").write_bytes(b"w" * step)
         write_record_segment(folder.path, folder.store.path, building, step)
-        carry(folder.path, building, step)
+        add_run_files(folder.path, building, step)
 
     checkpoints.save(folder.checkpoints, step, fill)
 

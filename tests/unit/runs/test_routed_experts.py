@@ -1,4 +1,4 @@
-"""Choices of experts beside the record: read as they were written, kept for some draws, linked into checkpoints."""
+"""Choices of experts next to the record: read as they were written, kept for some draws, linked into checkpoints."""
 
 from __future__ import annotations
 

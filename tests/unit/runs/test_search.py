@@ -1,4 +1,4 @@
-"""Every filter against going through all rollouts, however the record is asked."""
+"""Every filter against a loop over all rollouts, for each way to query the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run's record and the server's ledger share: their format, and what is said where SQLite or the disk refuses."""
+"""What the run's record and the server's ledger share: their format, and the messages if SQLite or the disk refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places where nothing can be written: each is one message that names the path."""
+"""Places that cannot be written to: each gives one message that names the path."""
 
 from __future__ import annotations
 

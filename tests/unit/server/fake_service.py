@@ -1,4 +1,4 @@
-"""A service without engine and ledger, for tests of what stands before it. It answers at once, unless it is told to wait or to refuse."""
+"""A service without engine and ledger, for tests of the HTTP side. It answers at once, unless it is told to wait or to refuse."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""A client that sends megabytes holds up no other: the event loop never computes for long at one go.
+"""A client that sends megabytes delays no other: the event loop never computes for long at once.
 
 Measured is the computing time of the event loop's thread between two of its rounds, so a busy machine does not matter. What the thread that
 parses a body holds up is measured in tests/unit/api/http/test_strict_json.py, both together in

@@ -1,4 +1,4 @@
-"""Whatever ends, and whenever: nothing that was acknowledged is lost, nothing is trained twice, and the policy comes out the same.
+"""Whatever process ends at whatever time: nothing acknowledged is lost, nothing is trained twice, and the policy is the same.
 
 The engine dies at every point of every call that changes something; the server's process dies at every durable write of its own.
 """

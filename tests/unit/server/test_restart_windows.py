@@ -1,4 +1,4 @@
-"""The server is ended at every await of a start and of a checkpoint that a client saves: the client is answered as if nothing had been.
+"""The server is ended at every await of a start and of a checkpoint that a client saves: the client gets the same answer as without.
 
 `at once` and `late` as in test_shutdown_window.py, which does the same to the course of a training.
 """

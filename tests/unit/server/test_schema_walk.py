@@ -1,4 +1,4 @@
-"""Bodies and parameters that are wrong in every way that the OpenAPI document lets one think of, posted to every route that takes any.
+"""Bodies and parameters that violate the OpenAPI document in every way, sent to every route that takes any.
 
 The document's own examples are the start; each field of each schema is spoilt in turn. Whatever is sent, the answer's status is one that
 the document names for the route, a refusal is a problem, and there is no 5xx: the service behind it never fails.

@@ -1,4 +1,4 @@
-"""The whole server as a process: what it says, how it ends, and who may not begin."""
+"""The whole server as a process: its output, how it ends, and when it may not start."""
 
 import asyncio
 import gzip

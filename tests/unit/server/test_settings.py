@@ -1,4 +1,4 @@
-"""The settings of a server: where they may stand, what goes before what, and what is refused."""
+"""The settings of a server: where they may be given, their precedence, and what is refused."""
 
 from pathlib import Path
 from typing import Any

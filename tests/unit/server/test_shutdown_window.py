@@ -1,4 +1,4 @@
-"""The server is ended at every await of a step and around it, while `train` runs: the loop goes on by itself, and the policy is the same.
+"""The server is ended at every await of a step and around it, while `train` runs: the loop continues by itself, and the policy is the same.
 
 Points are counted over the whole course: each operation of the ledger, before and after, and each point of each call to the engine. A
 test restarts the server at one of them. `at once`: the call goes on while the server ends. `late`: it goes on when everything else has

@@ -1,4 +1,4 @@
-"""The task that a config describes: its rows, its rewards, whole tasks among others, and what is said where something lacks."""
+"""The task that a config describes: its rows, its rewards, mixtures with whole tasks, and the messages if something is missing."""
 
 from __future__ import annotations
 

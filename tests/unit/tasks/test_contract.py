@@ -1,4 +1,4 @@
-"""The contract of tasks: what is found, what is called how, and one clear message for everything that is wrong."""
+"""The contract of tasks: how they are found, how hooks are called, and one clear message for every mistake."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: what a rollout gets of them, what it leaves behind, and what becomes of their failures."""
+"""Tools of MCP servers: what a rollout gets from them, what they leave behind, and how their failures are handled."""
 
 from __future__ import annotations
 

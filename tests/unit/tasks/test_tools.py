@@ -1,4 +1,4 @@
-"""Tools: schemas from signatures, calls found in text, and every mistake told to the policy."""
+"""Tools: schemas from signatures, calls found in text, and every mistake reported to the policy."""
 
 import json
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""What names of other packages are here: the advice is true, and reaches who writes the name."""
+"""Advice for names of other packages: it is true, and users who write the name get it."""
 
 from __future__ import annotations
 

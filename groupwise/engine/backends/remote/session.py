@@ -251,7 +251,7 @@ class Session(RequestThread):
             await self._send_request("DELETE", path)
 
     async def _send_heartbeats(self, interval: float) -> None:
-        """Send a heartbeat every `every` seconds, until the task is cancelled."""
+        """Send a heartbeat every `interval` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(interval)
             with suppress(ClientError):  # the next call reports the problem

@@ -11,9 +11,10 @@ A row's scale and the step's denominator are factors of that number, so the serv
 the service's log-probabilities (`forward_backward_custom`): a KL penalty, an importance correction, a ratio of a whole rollout, a two-sided
 clip. That costs a second forward pass at the service.
 
-A service that averages (`groupwise.engine.backends.tinker.offer`) divides a datum's loss by its number of targets, and the gradient by the
-number of datums. Numbers are multiplied by both, so that its mean is our sum. The weights of its cross_entropy cancel in the mean, so that
-`cispo` with the ratio clipped to 1 takes its place, or `importance_sampling` after a pass whose log-probabilities make each ratio 1.
+A service that averages (`groupwise.engine.backends.tinker.capabilities`) divides a datum's loss by its number of targets, and the gradient
+by the number of datums. Numbers are multiplied by both, so that its mean is our sum. The weights of its cross_entropy cancel in the mean,
+so that `cispo` with the ratio clipped to 1 takes its place, or `importance_sampling` after a pass whose log-probabilities make each ratio
+1.
 
 A row of P prompt and C completion tokens is a datum of P + C − 1 inputs and as many targets, the next tokens. Prompt positions have the
 number 0.
@@ -35,12 +36,12 @@ from groupwise.algorithms.given import Given
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import Row
-from groupwise.engine.backends.tinker.offer import LOSSES, Offer
+from groupwise.engine.backends.tinker.capabilities import LOSSES, Capabilities
 from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.targets import ForwardResult
 from groupwise.engine.learner.torch_learner import token_batch
 
-TINKER = Offer()
+TINKER = Capabilities()
 """The losses that Tinker's documentation names."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
@@ -65,12 +66,14 @@ WEIGHTED = NamedLoss("cispo", {LOW: 1.0, HIGH: 1.0})
 RATIO = NamedLoss("importance_sampling", {})
 
 
-def named_loss(loss: Loss, offer: Offer = TINKER) -> NamedLoss | None:
+def named_loss(loss: Loss, capabilities: Capabilities = TINKER) -> NamedLoss | None:
     """The service's loss that is this one; None if it has none."""
     named = _documented_loss(loss)
-    if named is not None and offer.averages and named.name == "cross_entropy":
+    if named is not None and capabilities.averages and named.name == "cross_entropy":
         named = WEIGHTED
-    return named if named is not None and offer.computes(named.name, named.settings) else None
+    return (
+        named if named is not None and capabilities.computes(named.name, named.settings) else None
+    )
 
 
 def _documented_loss(loss: Loss) -> NamedLoss | None:
@@ -113,10 +116,10 @@ def token_numbers(row: Row, loss: Loss, denominators: Mapping[str, float]) -> tu
 
 
 def undo_averages(
-    numbers: Sequence[float], row: Row, datums: int, offer: Offer = TINKER
+    numbers: Sequence[float], row: Row, datums: int, capabilities: Capabilities = TINKER
 ) -> tuple[float, ...]:
     """A row's numbers, multiplied by what the service will divide by; `datums` counts the rows of the update."""
-    if not offer.averages:
+    if not capabilities.averages:
         return tuple(numbers)
     divided_by = (len(row.prompt_ids) + len(row.completion_ids) - 1) * datums
     return tuple(number * divided_by for number in numbers)

@@ -2,7 +2,7 @@
 
 service.py   the connection: address, key, errors
 losses.py    our losses as the service's, and our statistics of what it computed
-saved.py     the file that stands for weights in a run's folders
+saved.py     the file that represents weights in a run's folders
 
 The loop, the rewards, the record and the checkpoints are those of every run. The service has model, adapter and optimiser. A publication is
 a snapshot of the adapter for a sampling client. A checkpoint names a state of adapter and optimiser that the service has saved. Token ids
@@ -81,7 +81,7 @@ class TinkerSampler:
                 prompt=package.ModelInput.from_ints(list(request.prompt_ids)),
                 num_samples=len(request.seeds),
                 sampling_params=_sampling_params(
-                    package, request, self._service.offer.largest_seed
+                    package, request, self._service.capabilities.largest_seed
                 ),
             )
         )
@@ -122,14 +122,14 @@ class TinkerSampler:
         model, service = self._service.model, self._service
         if weights is None:
             state = saved.starting_state(model)
-            path = saved.sampler_path(model) if service.offer.samples_unloaded else state
+            path = saved.sampler_path(model) if service.capabilities.samples_unloaded else state
         else:
             checkpoint = saved.read(weights)
             state, path = checkpoint.state, checkpoint.sampler
         create = service.client.create_sampling_client
         if path is None:
             self._client = await service.make(create, base_model=model.name)
-        elif service.offer.samples_unloaded:
+        elif service.capabilities.samples_unloaded:
             self._client = await service.make(create, model_path=path)
         else:  # the model that saved them may be gone, so another one is made from the state beside them
             loaded = service.client.create_training_client_from_state
@@ -224,9 +224,9 @@ class TinkerLearner:
         """See `groupwise.core.types.Learner.forward_backward`. Raises NonFiniteError after `discard` of a gradient that was computed."""
         self._check_gradient()
         model, ours = await self._ready(), from_spec(loss)
-        named = losses.named_loss(ours, self._service.offer)
+        named = losses.named_loss(ours, self._service.capabilities)
         self._has_gradient = True
-        if named is None and self._service.offer.averages:
+        if named is None and self._service.capabilities.averages:
             return await self._by_ratios(model, rows, ours, denominators)
         if named is None:
             return await self._by_custom_loss(model, rows, ours, denominators)
@@ -244,9 +244,11 @@ class TinkerLearner:
         numbers: Sequence[Sequence[float]],
     ) -> Any:
         """The service's output for a loss that it names, with a number for each completion token of each row."""
-        package, offer = self._service.package, self._service.offer
+        package, capabilities = self._service.package, self._service.capabilities
         data = [
-            losses.datum(package, row, named, losses.undo_averages(values, row, len(rows), offer))
+            losses.datum(
+                package, row, named, losses.undo_averages(values, row, len(rows), capabilities)
+            )
             for row, values in zip(rows, numbers, strict=True)
         ]
         settings = named.settings or None

@@ -23,7 +23,7 @@ import httpx2
 from groupwise.core.errors import EndpointError, ModelError, UsageError
 from groupwise.core.extras import not_installed
 from groupwise.core.loopback import direct_transport, no_proxy_variables
-from groupwise.engine.backends.tinker.offer import offer_of
+from groupwise.engine.backends.tinker.capabilities import capabilities_of
 from groupwise.engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Service:
         self.client: tinker.ServiceClient = package.ServiceClient(
             base_url=address(model), api_key=key(model), user_metadata={"groupwise_run": run}
         )
-        self.offer = offer_of(model, address(model))
+        self.capabilities = capabilities_of(model, address(model))
 
     def close(self) -> None:
         """End the session: the service then frees its models and samplers. Saved weights stay. Releases of the package up to 0.24 cannot;

@@ -2,7 +2,7 @@
 
 A thread starts it and reads its answers; futures connect the thread with the callers, who may await or block. If the worker ends for any
 reason, every call then fails with its exit status and its last output; a run can resume from its last checkpoint. The thread lives as long
-as the worker, because the kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
+as the worker, because the kernel ends a process with the thread that started it (`groupwise.core.processes.process_tree.tie_to_parent`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from groupwise.core import errors
 from groupwise.core.errors import RunError
-from groupwise.core.processes.family import MARK, describe_exit, end_family
 from groupwise.core.processes.output import Output
+from groupwise.core.processes.process_tree import MARK, describe_exit, kill_process_tree
 from groupwise.engine.backends.tunix.messages import Answer, Order, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
@@ -93,7 +93,7 @@ class WorkerProcess:
             self._connection.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LAST_BREATH)
-        end_family(self._process.pid, self._mark)
+        kill_process_tree(self._process.pid, self._mark)
         self._process.wait()
         self._reader.join()
         self._lines.close()

@@ -37,7 +37,7 @@ class PackedLowRank:
     """The adapter's factors for all parts of a product."""
 
     down: Array
-    """A, ordered in tiles (`Packed._in_tiles`)."""
+    """A, ordered in tiles (`_in_tiles`)."""
     ups: Array
     """B times its scaling, in float32, as [O / 16, R, 16]: what a tile needs is contiguous."""
     ranks_B2: Array

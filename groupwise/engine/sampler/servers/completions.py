@@ -35,7 +35,7 @@ TOKEN_BYTES = 100
 """Bytes of JSON for a token in an answer, about."""
 ANSWER_TOKENS = 1 << 18
 """Most tokens in one answer, at `TOKEN_BYTES` each, so that it stays well below the client's limit."""
-COLDEST = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this; 0 is greedy."""
 MIN_LOGPROB = -9999.0
 """vLLM's number for minus infinity, because JSON has none."""
@@ -64,10 +64,10 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
 
     `end_id`: the tokenizer's end-of-text token.
     """
-    if 0 < params.temperature < COLDEST:
+    if 0 < params.temperature < MIN_TEMPERATURE:
         raise RunError(
-            f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
-            f"log-probabilities would be of another distribution. Give 0 (greedy), or {COLDEST:g} and more."
+            f"The temperature is {params.temperature:g}, but vLLM raises it to {MIN_TEMPERATURE:g}, so that the "
+            f"log-probabilities would be of another distribution. Give 0 (greedy), or at least {MIN_TEMPERATURE:g}."
         )
     if params.top_p is not None and params.min_p is not None:
         raise RunError(
@@ -77,7 +77,7 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
     refuse_withheld_end("vLLM", params, end_id)
     if params.processing is not None and params.processing.tool_calls is not None:
         raise UsageError(
-            "tool_calls: a required call (tool_choice), and response_format beside tools, cannot be had with vLLM, whose servers read "
+            "tool_calls: a required call (tool_choice), and response_format with tools, are not supported with vLLM, whose servers read "
             "grammars in different notations. Give tool_choice `auto` without response_format, or sample with sampler.engine torch."
         )
     follows_schema = params.processing is not None and params.processing.json_schema is not None

@@ -2,7 +2,7 @@
 
 The sampler compares the servers' log-probabilities with its own, and servers that take weights from memory get them from here. If weights
 are divided among learners, each has a policy of its own parts: all compute log-probabilities and the fingerprint together, and
-`contribute_parts` while the first one broadcasts.
+`contribute_shards` while the first one broadcasts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.errors import EndpointError, ModelError
 from groupwise.core.types import RouterShape
-from groupwise.engine.models.divided import WholeTensors, gathered
 from groupwise.engine.models.experts import experts_of, router_shape
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.machine import engine_products
 from groupwise.engine.models.memory import explaining_out_of_memory
+from groupwise.engine.models.sharded import FullTensors, full_tensors
 from groupwise.engine.sampler.servers import nccl
 from groupwise.engine.sampler.servers.probe import Answer
 from groupwise.engine.sampler.weights import ServedAdapter, ServedWeights
@@ -83,7 +83,7 @@ class TorchPolicy:
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights that are in memory now."""
-        return fingerprint(WholeTensors(self._weights.tensors()))
+        return fingerprint(FullTensors(self._weights.tensors()))
 
     def give_back_memory(self) -> None:
         """Free the GPU's memory that torch keeps for later tensors."""
@@ -123,16 +123,16 @@ class TorchPolicy:
 
     def broadcast_weights(self, server: str, timeout: float) -> None:
         """Send all weights while the workers take them; see `nccl.TransferGroup.broadcast`."""
-        tensors = gathered(self._whole_weights())
+        tensors = full_tensors(self._whole_weights())
         try:
             self._group(server).broadcast(tensors, timeout)
         finally:
             for _ in tensors:  # after a failure the other learners still contribute the rest
                 pass
 
-    def contribute_parts(self) -> None:
+    def contribute_shards(self) -> None:
         """Contribute this learner's parts while the first learner broadcasts."""
-        WholeTensors(self._weights.tensors()).contribute_parts()
+        FullTensors(self._weights.tensors()).contribute_shards()
 
     def close_group(self, server: str) -> None:
         """End the group with a server, if there is one; a call that waits in it fails."""

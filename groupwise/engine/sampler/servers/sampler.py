@@ -193,8 +193,8 @@ class ServerSampler:
             self._fingerprint = self._local_policy.fingerprint()
         return self._fingerprint
 
-    async def rest(self) -> None:
-        """See `groupwise.core.types.SharesDevice.rest`: the run's own server sleeps, if it takes turns with the learner."""
+    async def release_memory(self) -> None:
+        """See `groupwise.core.types.SharesDevice.release_memory`: the run's own server sleeps, if it takes turns with the learner."""
         if self._own is None or self._requests:
             return
         try:

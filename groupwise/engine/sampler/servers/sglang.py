@@ -78,7 +78,7 @@ class SglangServer(Server):
         """See `Server.refuse`."""
         if params.processing is not None:
             raise UsageError(
-                "Penalties, logit_bias, response_format and tools cannot be had with sampler.engine sglang, where they have not been "
+                "Penalties, logit_bias, response_format and tools are not supported with sampler.engine sglang: they have not been "
                 "compared with this project's. Leave them out, or sample with sampler.engine torch or vllm."
             )
         refuse_withheld_end("SGLang", params, end_id)

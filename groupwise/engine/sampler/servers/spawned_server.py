@@ -423,7 +423,7 @@ def server_gpus(
         )
     if parallel > 1:
         raise UsageError(
-            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(gpus) - 1}. Lower it."
+            f"sampler.tensor_parallel_size is {parallel}, but without the learner's GPU there are {len(gpus) - 1}. Lower it."
         )
     usual = SHARE_IN_TURN if in_turn else SHARE_BESIDE_LEARNER
     if memory is not None and memory > usual + 0.1:

@@ -145,7 +145,7 @@ class WholeWeights:
                     await self._open_group(server)
                 await _limited(server.post("/start_weight_update"), self._timeout)
                 update = await asyncio.to_thread(self._local_policy.weight_info)
-                await self._together(
+                await self._run_collective(
                     server,
                     server.post("/update_weights", {"update_info": update}),
                     self._local_policy.broadcast_weights,
@@ -164,14 +164,14 @@ class WholeWeights:
         world = 1 + await server.world_size()
         identity = await asyncio.to_thread(self._local_policy.open_group, server.url)
         init = {"nccl_unique_id_b64": identity, "rank_offset": 1, "world_size": world}
-        await self._together(
+        await self._run_collective(
             server,
             server.post("/init_weight_transfer_engine", {"init_info": {**init, "packed": False}}),
             self._local_policy.join_group,
             *(server.url, world, self._timeout),
         )
 
-    async def _together(
+    async def _run_collective(
         self,
         server: Server,
         request: Awaitable[None],
@@ -179,24 +179,24 @@ class WholeWeights:
         *arguments: object,
     ) -> None:
         """Both sides of a collective: the request that has the server take part, and the call `here`. If one fails, the other ends, too."""
-        theirs = asyncio.ensure_future(_limited(request, self._timeout + GRACE))
-        ours = asyncio.ensure_future(asyncio.to_thread(here, *arguments))
-        both = {theirs, ours}
+        server_side = asyncio.ensure_future(_limited(request, self._timeout + GRACE))
+        our_side = asyncio.ensure_future(asyncio.to_thread(here, *arguments))
+        both = {server_side, our_side}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            if not (ours.done() and ours.exception() is None):
-                theirs.cancel()
+            if not (our_side.done() and our_side.exception() is None):
+                server_side.cancel()
                 await asyncio.to_thread(self._local_policy.close_group, server.url)
-            results = await asyncio.gather(theirs, ours, return_exceptions=True)
-        said, error = results
-        if isinstance(said, EndpointError) and not _is_temporary(said):
-            raise said  # a refusal, which says more than that this side has waited in vain
+            results = await asyncio.gather(server_side, our_side, return_exceptions=True)
+        server_result, error = results
+        if isinstance(server_result, EndpointError) and not _is_temporary(server_result):
+            raise server_result  # a refusal, which says more than that this side has waited in vain
         if isinstance(error, EndpointError):
             lost = EndpointError(f"{server.url} did not take the weights by NCCL: {error}")
             lost.is_retryable = True
             raise lost
-        for failure in (error, said):
+        for failure in (error, server_result):
             if isinstance(failure, BaseException):
                 raise failure
 

@@ -1,5 +1,5 @@
-"""The apps that are deployed at Modal: the coordinator (function `desk`), and the worker (function `work`), once for each image. Modal's
-containers import this module too, to find both functions.
+"""The apps that are deployed at Modal: the coordinator (function `coordinate`), and the worker (function `work`), once for each image.
+Modal's containers import this module too, to find both functions.
 
 No secret of a job is part of an app or an image. Secrets travel with each call, as one environment variable of its container, in
 addition to the secrets of the Modal workspace that the call names.
@@ -17,9 +17,9 @@ from typing import Any, cast
 import modal
 
 from groupwise.jobs.clouds.modal import coordinator, worker
-from groupwise.jobs.clouds.modal.port import MAX_SECONDS, Call, Image, app_of
+from groupwise.jobs.clouds.modal.api import MAX_SECONDS, Call, Image, app_of
 
-DESK_APP = "groupwise-desk-1"
+COORDINATOR_APP = "groupwise-coordinator-1"
 """The number in the name changes when the protocol of its requests changes."""
 RUNS, CACHES = "groupwise-runs", "groupwise-caches"
 """Names of the two volumes. A volume with open files cannot be reloaded, so jobs use a second one for caches."""
@@ -28,8 +28,8 @@ SECRETS = "GROUPWISE_SECRETS"
 PLAIN = "plain"
 """Name of the image without packages."""
 BUILD = "/opt/groupwise/build"
-DESK_PYTHON = "3.12"
-DESK_SECONDS = 3600
+COORDINATOR_PYTHON = "3.12"
+COORDINATOR_SECONDS = 3600
 AWAKE_SECONDS = 60
 """Seconds that the coordinator's container stays up without requests: a new one takes a second or two to start."""
 START_SECONDS = 1800
@@ -44,7 +44,7 @@ def runs() -> modal.Volume:
     return modal.Volume.from_name(RUNS, create_if_missing=True, version=2)
 
 
-def desk(verb: str, *arguments: Any) -> Any:
+def coordinate(verb: str, *arguments: Any) -> Any:
     """Answer a request to the coordinator; see `coordinator.py`."""
     volume = runs()
     volume.reload()
@@ -62,7 +62,7 @@ def work(document: Mapping[str, Any]) -> str:
         home=HOME,
         scratch=SCRATCH,
         volume=runs(),
-        call_coordinator=function(DESK_APP, "desk").remote,
+        call_coordinator=function(COORDINATOR_APP, "coordinate").remote,
         spawn=lambda call: configured_function(call, secrets).spawn(call.document()).object_id,
         variables={"HF_HOME": f"{CACHE}/huggingface"},
         environment=os.environ,
@@ -142,17 +142,17 @@ def deploy(image: Image, client: modal.Client | None = None) -> None:
         app.deploy(client=client)
 
 
-def deploy_desk(client: modal.Client | None = None) -> None:
+def deploy_coordinator(client: modal.Client | None = None) -> None:
     """Deploy the coordinator. One deployment serves all releases of this package with the same request protocol."""
     # One container and one request at a time: this makes its answers consistent without locks.
-    app = modal.App(DESK_APP, include_source=False)
+    app = modal.App(COORDINATOR_APP, include_source=False)
     app.function(
-        image=modal.Image.debian_slim(DESK_PYTHON).add_local_python_source("groupwise"),
+        image=modal.Image.debian_slim(COORDINATOR_PYTHON).add_local_python_source("groupwise"),
         volumes={HOME: runs()},
         max_containers=1,
         scaledown_window=AWAKE_SECONDS,
-        timeout=DESK_SECONDS,
+        timeout=COORDINATOR_SECONDS,
         retries=0,
-        name="desk",
-    )(desk)
+        name="coordinate",
+    )(coordinate)
     app.deploy(client=client)

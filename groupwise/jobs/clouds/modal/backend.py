@@ -16,7 +16,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend
-from groupwise.jobs.clouds.modal.port import (
+from groupwise.jobs.clouds.modal.api import (
     MAX_SECONDS,
     NAME,
     NAMED,
@@ -60,7 +60,7 @@ class ModalBackend(MachineBackend):
         call = self._modal_call(order)
         files = {entry.sha256: entry.size for entry in order.spec.files.values()}
         with self._cloud_errors():
-            owner = await self._modal.port.workspace()
+            owner = await self._modal.api.workspace()
             price = await self._price_per_hour(order)
         token = (
             "there is no token of Modal here, which launching needs: `modal token new` gets one"
@@ -96,7 +96,7 @@ class ModalBackend(MachineBackend):
         """See `Backend.submit`."""
         order.check()
         with self._cloud_errors():
-            await self._modal.port.expect_secrets(order.place_options.get(NAMED) or {})
+            await self._modal.api.expect_secrets(order.place_options.get(NAMED) or {})
             await self._deploy(order, store)
         return await super().submit(order, store)
 
@@ -135,13 +135,13 @@ class ModalBackend(MachineBackend):
     async def _price_per_hour(self, order: Order) -> float | None:
         """Dollars an hour for the order's GPUs; None if it has none, or if Modal does not say. Raises UsageError for an unknown GPU."""
         gpu = order.place_options.get("gpu")
-        rates = None if gpu is None else await self._modal.port.rates()
+        rates = None if gpu is None else await self._modal.api.rates()
         return None if gpu is None or rates is None else gpu_rate(rates, gpu) * max(1, order.gpus)
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Have Modal build the order's image if Modal does not have it yet."""
         image: Mapping[str, Any] | None = order.place_options.get("image")
-        if image is None or await self._modal.port.has_app(app := app_of(image["name"])):
+        if image is None or await self._modal.api.has_app(app := app_of(image["name"])):
             return
         entries = {path: FileEntry(*entry) for path, entry in image["files"].items()}
         if store.missing([entry.sha256 for entry in entries.values()]):
@@ -150,7 +150,7 @@ class ModalBackend(MachineBackend):
                 "the machine that it was launched from, or launch it under another name."
             )
         files = {path: store.read(entry.sha256) for path, entry in entries.items()}
-        await self._modal.port.deploy(Image(image["name"], image["python"], files))
+        await self._modal.api.deploy(Image(image["name"], image["python"], files))
 
     async def _scheduler(self, order: Order) -> Scheduler:
         """The call, which `ModalRunner.launch` spawns for the attempt."""

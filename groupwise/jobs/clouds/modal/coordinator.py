@@ -1,5 +1,5 @@
-"""The coordinator (function `desk`): a single container that makes all decisions. It answers requests to the runner, whose files are on the
-volume, and assigns turns.
+"""The coordinator (function `coordinate`): a single container that makes all decisions. It answers requests to the runner, whose files are
+on the volume, and assigns turns.
 
 A volume has no locks and no exclusive creation of files. Several containers and laptops that write to it can therefore not agree on
 anything by themselves. Modal guarantees that there is one coordinator (`max_containers=1`, one input at a time). It reloads the volume
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.jobs.clouds.modal.port import ROOT
+from groupwise.jobs.clouds.modal.api import ROOT
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.runner.attempt_folder import take_token
 from groupwise.jobs.hosts.runner.files import modification_time, read_json, write_json

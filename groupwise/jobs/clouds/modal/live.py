@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.extras import not_installed
-from groupwise.jobs.clouds.modal.port import Call, Image, app_of
-from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
+from groupwise.jobs.clouds.modal.api import Call, Image, app_of
+from groupwise.jobs.hosts.host import HostUnreachable, OutcomeUnknown, RunnerRefused
 
 if TYPE_CHECKING:
     from modal import Client
@@ -22,7 +22,7 @@ NO_TOKEN = "there is no token of Modal here: `modal token new` gets one, or set 
 
 
 class LiveModal:
-    """The `ModalPort` of the real Modal."""
+    """The `ModalApi` of the real Modal."""
 
     def __init__(self, profile: str | None = None) -> None:
         """`profile`: a profile of ~/.modal.toml; None: the active profile, or the environment variables."""
@@ -44,7 +44,7 @@ class LiveModal:
         return (identity, secret) if identity and secret else None
 
     async def workspace(self) -> str | None:
-        """See `ModalPort.workspace`."""
+        """See `ModalApi.workspace`."""
         if find_spec("modal") is None or self._token is None:
             return None
         client = await self._open_client()
@@ -53,7 +53,7 @@ class LiveModal:
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
     async def rates(self) -> Mapping[str, float] | None:
-        """See `ModalPort.rates`."""
+        """See `ModalApi.rates`."""
         if find_spec("modal") is None or self._token is None:
             return None
         import modal
@@ -80,7 +80,7 @@ class LiveModal:
         return self._client
 
     async def has_app(self, name: str) -> bool:
-        """See `ModalPort.has_app`."""
+        """See `ModalApi.has_app`."""
         return await self._has_function(name, "work")
 
     async def _has_function(self, app: str, function: str) -> bool:
@@ -97,7 +97,7 @@ class LiveModal:
         return True
 
     async def deploy(self, image: Image) -> None:
-        """See `ModalPort.deploy`."""
+        """See `ModalApi.deploy`."""
         from groupwise.jobs.clouds.modal import app
 
         await self._deploy(lambda client: app.deploy(image, client))
@@ -117,23 +117,25 @@ class LiveModal:
             await asyncio.to_thread(deploy_quietly)
 
     async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
-        """See `ModalPort.call_coordinator`."""
+        """See `ModalApi.call_coordinator`."""
         from groupwise.jobs.clouds.modal import app
 
-        if not self._has_coordinator and not await self._has_function(app.DESK_APP, "desk"):
-            await self._deploy(app.deploy_desk)
+        if not self._has_coordinator and not await self._has_function(
+            app.COORDINATOR_APP, "coordinate"
+        ):
+            await self._deploy(app.deploy_coordinator)
         self._has_coordinator = True
-        desk = app.function(app.DESK_APP, "desk", await self._open_client())
-        with _host_errors("desk"):
-            return await desk.remote.aio(verb, *arguments)
+        coordinator = app.function(app.COORDINATOR_APP, "coordinate", await self._open_client())
+        with _host_errors("coordinator"):
+            return await coordinator.remote.aio(verb, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
-        """See `ModalPort.spawn`."""
+        """See `ModalApi.spawn`."""
         from groupwise.jobs.clouds.modal import app
 
         client = await self._open_client()
         if not call.app and not await self.has_app(app_of(app.PLAIN)):
-            await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
+            await self.deploy(Image(app.PLAIN, app.COORDINATOR_PYTHON))
         with _host_errors("spawn"):
             spawned = await app.configured_function(call, secrets, client).spawn.aio(
                 call.document()
@@ -141,7 +143,7 @@ class LiveModal:
         return str(spawned.object_id)
 
     async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
-        """See `ModalPort.expect_secrets`."""
+        """See `ModalApi.expect_secrets`."""
         from groupwise.jobs.clouds.modal import app
 
         client = await self._open_client()
@@ -150,7 +152,7 @@ class LiveModal:
                 await secret.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`. A network error on the way to Modal does not mean that the call has ended."""
+        """See `ModalApi.lives`. A network error on the way to Modal does not mean that the call has ended."""
         import modal
         from modal import exception
 
@@ -179,7 +181,7 @@ class LiveModal:
         return False
 
     async def cancel(self, call: str) -> None:
-        """See `ModalPort.cancel`."""
+        """See `ModalApi.cancel`."""
         import modal
 
         function_call = modal.FunctionCall.from_id(call, client=await self._open_client())
@@ -187,7 +189,7 @@ class LiveModal:
             await function_call.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def close(self) -> None:
-        """See `ModalPort.close`."""
+        """See `ModalApi.close`."""
         client, self._client = self._client, None
         if client is not None:
             await client.close.aio()
@@ -195,7 +197,7 @@ class LiveModal:
 
 @contextmanager
 def _host_errors(code: str) -> Generator[None]:
-    """Turn Modal's exceptions into those of `groupwise.jobs.hosts.port`. A ConnectionError too leaves the outcome unknown: Modal raises it
+    """Turn Modal's exceptions into those of `groupwise.jobs.hosts.host`. A ConnectionError too leaves the outcome unknown: Modal raises it
     if the last of several tries of a request got no answer."""
     from modal import exception
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
+from groupwise.jobs.clouds.modal.api import NAME, ROOT, Call, ModalApi
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Runner
 from groupwise.jobs.hosts.framing import (
@@ -27,7 +27,7 @@ from groupwise.jobs.hosts.framing import (
     request_bytes,
     timeout_message,
 )
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     OutcomeUnknown,
     Request,
@@ -51,15 +51,15 @@ TURNS = 3
 class CoordinatorHost:
     """A `Host` whose machine is the coordinator's container."""
 
-    def __init__(self, port: ModalPort) -> None:
-        self._port = port
+    def __init__(self, api: ModalApi) -> None:
+        self._api = api
 
     async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host.call`."""
         seconds = (request.longest or timeout) + COLD
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._port.call_coordinator("ask", request_bytes(request))
+                answer = await self._api.call_coordinator("ask", request_bytes(request))
         except TimeoutError:
             raise OutcomeUnknown(timeout_message(request, "Modal", seconds)) from None
         reader = AnswerReader(request)
@@ -70,7 +70,7 @@ class CoordinatorHost:
 
     async def close(self) -> None:
         """See `Host.close`."""
-        await self._port.close()
+        await self._api.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
     title = "Modal"
     carries_secrets = True
 
-    def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
+    def __init__(self, api: ModalApi, *, root: str = ROOT, every: float = 5.0) -> None:
         """`every`: seconds between two polls of `wait`; each poll keeps the coordinator's container running."""
-        super().__init__(CoordinatorHost(port), root=root)
-        self.port, self._every = port, every
+        super().__init__(CoordinatorHost(api), root=root)
+        self.api, self._every = api, every
 
     async def engine_id(self) -> str:
         """See `SchedulerRunner.engine_id`."""
@@ -115,12 +115,12 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
         """See `SchedulerRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
         by_name = {f"{state.job}.{state.epoch}": state for state in attempts}
         keys = [[state.job, state.epoch] for state in by_name.values()]
-        turns: dict[str, dict[str, Any]] = await self.port.call_coordinator("turns", keys)
+        turns: dict[str, dict[str, Any]] = await self.api.call_coordinator("turns", keys)
         jobs: list[ModalTurn] = []
         for name, turn in turns.items():
             call: str | None = turn["call"]
             spawned: list[str] = turn["given"]
-            living = [c for c in ([call] if call else spawned) if await self.port.lives(c)]
+            living = [c for c in ([call] if call else spawned) if await self.api.lives(c)]
             waits_for = ""
             if living:
                 waits_for = f"call {living[0]} waits for a container of Modal"
@@ -147,22 +147,20 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
     ) -> None:
         """See `SchedulerRunner._submit`."""
         call = replace(Call(**json.loads(options[0])), job=state.job, epoch=state.epoch)
-        spawned = await self.port.spawn(call, secrets)
-        turn = await self.port.call_coordinator(
-            "note", state.job, state.epoch, call.number, spawned
-        )
+        spawned = await self.api.spawn(call, secrets)
+        turn = await self.api.call_coordinator("note", state.job, state.epoch, call.number, spawned)
         if turn is None:  # the attempt was removed in the meantime
             turn = {"given": [spawned], "call": "none"}
         # If several calls were spawned at once, keep one. The others would end by themselves, because they do not get the turn.
         kept_call = turn["call"] or turn["given"][0]
         for spawned_call in turn["given"]:
             if spawned_call != kept_call:
-                await self.port.cancel(spawned_call)
+                await self.api.cancel(spawned_call)
 
     async def _cancel(self, jobs: Iterable[ModalTurn]) -> None:
         for call in [call for turn in jobs for call in turn.spawned]:
             with suppress(HostError):
-                await self.port.cancel(call)
+                await self.api.cancel(call)
 
     async def wait(
         self,
@@ -191,8 +189,8 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
         if state.state in UNSURE_STATES and (state.beat_age or 0.0) > MAX_HEARTBEAT_AGE:
             for turn in await self.find_jobs([state]):
                 for call in turn.spawned:
-                    await self.port.cancel(call)
-            await self.port.call_coordinator(
+                    await self.api.cancel(call)
+            await self.api.call_coordinator(
                 "end", job, epoch, "cancelled while it waited for a container"
             )
             return await self.status(job, epoch)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from groupwise.jobs.clouds.modal.api import ROOT, Call
 from groupwise.jobs.clouds.modal.coordinator import TAKEN_TOKEN, attempt_at
-from groupwise.jobs.clouds.modal.port import ROOT, Call
 from groupwise.jobs.hosts.runner.checkpoints import Checkpoint, checkpoints_of
 from groupwise.jobs.hosts.runner.ending import evict, wake_supervisor
 from groupwise.jobs.hosts.runner.files import (

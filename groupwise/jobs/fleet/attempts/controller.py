@@ -64,7 +64,7 @@ from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobError, BlobStore
-from groupwise.jobs.hosts.port import HostError, HostUnreachable, OutcomeUnknown, RunnerRefused
+from groupwise.jobs.hosts.host import HostError, HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.jobs.hosts.spec import Manifest
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.write_batching import BatchedReads, BatchedWrites
 from groupwise.jobs.fleet.store.database import Database
-from groupwise.jobs.hosts.port import Host, Request, RunnerResponse
+from groupwise.jobs.hosts.host import Host, Request, RunnerResponse
 
 T = TypeVar("T")
 Key = TypeVar("Key")

@@ -431,7 +431,7 @@ _JOBS = "groupwise_jobs"
 
 def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
     """Lock, with one query for each table, the attempts that are about to be written and the jobs of those that end, and read their
-    members. `guarded`, `members_of` and `job_of` then use these rows. Call it first in the transaction."""
+    members. `locked_attempt`, `members_of` and `job_of` then use these rows. Call it first in the transaction."""
     parameters = {"epochs": sorted(set(epochs))}
     locked = {attempt.epoch: attempt for attempt in session.scalars(_GUARDED, parameters)}
     session.info[_LOCKED] = locked
@@ -653,8 +653,9 @@ class UnreleasedMember:
 
 
 def unobserved_machines(session: Session, started_at: float, *, lately: bool = True) -> list[str]:
-    """Machines that were not asked for their state since `began`, with or without an answer. If `lately`, an observation that was still
-    fresh at `began` counts too. While there are such machines, the fleet may have stood still and its database may have been restored.
+    """Machines that were not asked for their state since `started_at`, with or without an answer. If `lately`, an observation that was
+    still fresh at `started_at` counts too. While there are such machines, the fleet may have stood still and its database may have been
+    restored.
 
     A machine that was silent before may answer now, so it is listed as well. An untrusted one gets no requests, and so runs nothing.
     """

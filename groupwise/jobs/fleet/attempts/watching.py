@@ -24,7 +24,7 @@ from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Runner
-from groupwise.jobs.hosts.port import HostError
+from groupwise.jobs.hosts.host import HostError
 
 log = logging.getLogger(__name__)
 

@@ -232,7 +232,7 @@ def _write_all(session: Session, writes: Sequence[Write]) -> list[Any]:
         ending = (write.epoch for write in writes if write.ends)
         records.lock(session, (write.epoch for write in writes), ending)
         with requeue_pending.woken_once(session):
-            with events.gathering(session), at_one_moment(session):
+            with events.batch(session), at_one_moment(session):
                 with side_by_side(session):
                     results = [write.fn(session) for write in writes]
                 session.flush()

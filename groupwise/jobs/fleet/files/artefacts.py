@@ -55,10 +55,10 @@ KEPT_BACK = {
 }
 """Reasons why the machine does not offer a plain file. All its other reasons concern things that are not plain files."""
 NAMED = {
-    "link": "a symbolic link stands there or above it, and links are not followed: write into the folder itself",
-    "device": "a device stands there, and only files and folders are fetched",
-    "pipe": "a pipe stands there, and only files and folders are fetched",
-    "socket": "a socket stands there, and only files and folders are fetched",
+    "link": "it is a symbolic link or below one, and links are not followed: write into the folder itself",
+    "device": "it is a device, and only files and folders are fetched",
+    "pipe": "it is a pipe, and only files and folders are fetched",
+    "socket": "it is a socket, and only files and folders are fetched",
 }
 """Reasons why a named artefact itself is not offered. Inside an artefact, such things are just left out."""
 TRIES = 2

@@ -43,7 +43,7 @@ from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import NEWEST_FIRST, Checkpoint, Job
 from groupwise.jobs.hosts.answers import CheckpointTree
 from groupwise.jobs.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
-from groupwise.jobs.hosts.port import RunnerRefused
+from groupwise.jobs.hosts.host import RunnerRefused
 from groupwise.jobs.hosts.spec import FileEntry
 
 log = logging.getLogger(__name__)

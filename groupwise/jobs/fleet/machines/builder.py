@@ -78,7 +78,7 @@ FAILURE_ADVICE = (
     ),
     (
         r"\b401\b|\b403\b|User for .*:|Credentials",
-        "the index wants a name and a password: give the address with them as the variable PIP_INDEX_URL, so that they stand in no "
+        "the index requires a name and a password: give the address with them as the variable PIP_INDEX_URL, so that they are in no "
         "argument list (`vm prepare --secret PIP_INDEX_URL=env:NAME`, or a line of the file of `launch --env-file`).",
     ),
     (

@@ -38,7 +38,7 @@ from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member
 from groupwise.jobs.hosts.answers import Observation, RunnerState
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import HostError, RunnerRefused
+from groupwise.jobs.hosts.host import HostError, RunnerRefused
 
 log = logging.getLogger(__name__)
 

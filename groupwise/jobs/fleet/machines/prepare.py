@@ -37,14 +37,14 @@ from groupwise.core.errors import RunError, UsageError
 from groupwise.core.retry import Backoff, ReportedRetry, Retry
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines.builder import PRUNE_AFTER_SECONDS
+from groupwise.jobs.fleet.machines.connections import LOCAL, host_of
 from groupwise.jobs.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Member
 from groupwise.jobs.hosts.answers import Hello, MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     Host,
     HostError,
     HostKeyError,

@@ -299,7 +299,7 @@ class NatsLink:
 
 
 class NatsNotifier:
-    """Ids on a subject of core NATS. `link` is not shared: closing this closes it."""
+    """Ids on a subject of core NATS, over a connection of its own."""
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
         self._subject = subject

@@ -306,7 +306,7 @@ def change_many(
     jobs_by_id = find.jobs(session, actor, ids, lock=True)
     refusals: dict[str, Refusal] = {}
     changed_counts: Counter[str] = Counter()
-    with requeue_pending.woken_once(session), events.gathering(session), at_one_moment(session):
+    with requeue_pending.woken_once(session), events.batch(session), at_one_moment(session):
         for job in sorted(
             jobs_by_id.values(), key=lambda locked_job: (locked_job.project, locked_job.job_id)
         ):

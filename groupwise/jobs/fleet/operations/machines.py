@@ -176,7 +176,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     if new.engine is not None and session.scalar(gpus) is not None:
         raise Refusal(
             "vm_exists",
-            f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what stands behind an "
+            f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what is behind an "
             "engine.",
         )
     vm.lost_at = (
@@ -398,7 +398,7 @@ def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
 
 
 def _set_draining(session: Session, actor: Actor, vm: VM, after: Document, event: str) -> Document:
-    """Drain the machine or not, with a reason, as `after` says; nothing is recorded if it stands so already."""
+    """Drain the machine or not, with a reason, as `after` says; nothing is recorded if nothing changes."""
     before = {"draining": vm.draining, "reason": vm.drain_reason}
     if before != after:
         vm.draining, vm.drain_reason = after["draining"], after["reason"]

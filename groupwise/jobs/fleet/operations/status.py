@@ -355,9 +355,9 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
         elif handle.get("stuck"):
             yield _alarm(
                 "attempt_stuck",
-                f"{attempt.job_id} does not get on: {handle['stuck']}",
-                "nothing of it is lost: mend what it says, and it continues by itself; or "
-                f"`groupwise fleet stop {attempt.job_id}` ends it without what could not be taken in",
+                f"{attempt.job_id} makes no progress: {handle['stuck']}",
+                "nothing is lost: fix the cause, and it continues by itself; or "
+                f"`groupwise fleet stop {attempt.job_id}` ends it without what could not be fetched",
                 **about,
             )
         elif handle.get("elsewhere"):

@@ -532,7 +532,7 @@ def _parse_document(row: _Row, errors: list[str]) -> RequestDocument | None:
     """The request's document beyond the columns; None if it is invalid, with the reasons added to `errors`."""
     if row.request is None:
         if "request" not in row.unreadable:
-            errors.append("request: a JSON object is wanted, {} where there is nothing to say")
+            errors.append("request must be a JSON object, {} if it is empty")
         return None
     try:
         return request_document_from(row.request)

@@ -181,7 +181,7 @@ def mark(session: Session, unplaced: Unplaced, explained: Explained, owner: str)
     """
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
-    with events.gathering(session):
+    with events.batch(session):
         _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False

@@ -120,7 +120,7 @@ def append(
     after: Mapping[str, Any] | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Append an event. Returns its number, or None within `gathered`, where it has none yet. `actor` caused it (`user:ada`,
+    """Append an event. Returns its number, or None within `batch`, where it has none yet. `actor` caused it (`user:ada`,
     `dispatcher:<owner>`); `before` and `after` are the changed values as JSON, without secrets."""
     assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
     row = {
@@ -146,7 +146,7 @@ _APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
 
 
 @contextmanager
-def gathering(session: Session) -> Generator[None, None, None]:
+def batch(session: Session) -> Generator[None, None, None]:
     """Collect the events appended within the block, and write them at its end, in one statement and in the same order."""
     later: list[dict[str, Any]] = []
     session.info[_LATER] = later

@@ -65,7 +65,7 @@ def open_inside(work: str, path: str) -> int:
             kind = stat.S_IFMT(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode)
             if kind in KINDS:  # opening a device may have side effects
                 raise RequestRejected(
-                    "refused_path", f"{path}: a {KINDS[kind]} stands there", kind=KINDS[kind]
+                    "refused_path", f"{path} is a {KINDS[kind]}", kind=KINDS[kind]
                 )
             child_fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
         except FileNotFoundError:

@@ -19,7 +19,7 @@ from typing import Any
 
 import groupwise_bridge
 
-from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.process_tree import describe_exit
 from groupwise.core.processes.program import POLL_SECONDS, ProcessGroup
 
 MAX_OUTPUT = 1 << 20

@@ -1,4 +1,5 @@
-"""The worker, with Tunix's layers dividing what they compute over devices that JAX makes of one CPU: on a CPU they leave that out.
+"""The worker with Tunix's layers sharding their computation over devices that JAX makes of one CPU; on a CPU they leave that out by
+default.
 
 Run by the Python of Tunix's environment in place of itself: what follows are the options and the file that it was to run.
 """

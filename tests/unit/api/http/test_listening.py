@@ -1,4 +1,4 @@
-"""Where a server listens, and whom it hears to the end."""
+"""Where a server listens, and which requests it reads to the end."""
 
 import asyncio
 import contextlib

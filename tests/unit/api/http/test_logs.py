@@ -1,4 +1,4 @@
-"""Lines of a server's log do nothing to the terminal that shows them, whoever has written what stands in them."""
+"""Lines of a server's log cannot affect the terminal that shows them, whoever wrote their contents."""
 
 from __future__ import annotations
 

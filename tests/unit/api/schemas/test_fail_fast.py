@@ -1,4 +1,4 @@
-"""A list of a body is refused at its first mistake, wherever it stands and however many there are."""
+"""A list in a body is refused at its first error, wherever that is and however many follow."""
 
 from typing import Any
 

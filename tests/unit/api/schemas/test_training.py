@@ -76,7 +76,7 @@ REWARDS: list[tuple[Any, str, str]] = [
     ([], "", ""),
 ]
 STEP: list[tuple[Any, str, str]] = [
-    ({"group_ids": ["g-1", "g-1"]}, "group_ids", "g-1 stands twice"),
+    ({"group_ids": ["g-1", "g-1"]}, "group_ids", "g-1 is repeated"),
     ({"wait": False, "timeout": 5}, "timeout", "`wait: true`"),
 ]
 CASES = [

@@ -1,4 +1,4 @@
-"""What people mistype at `groupwise fleet vm`, `key` and `project`: refused in words that say what is wanted, never as our own mistake."""
+"""Typing mistakes at `groupwise fleet vm`, `key` and `project`: the message says what is expected, and is never a traceback."""
 
 import json
 

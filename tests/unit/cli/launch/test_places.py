@@ -1,4 +1,4 @@
-"""Places of jobs as words: what is said of one leads to it again."""
+"""Places of jobs as text: the text of a place leads to it again."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whatever user code gives becomes something that JSON can hold."""
+"""Anything that user code returns becomes something that JSON can hold."""
 
 import json
 import math

@@ -15,8 +15,8 @@ from groupwise.training.sft_config import SftConfig
 
 TOP = Path(__file__).parents[4]
 NO_KEYS = {"model", "sampler", "learner"}
-"""Modules and objects of these names are spoken of in the rooms below."""
-ROOMS = (
+"""Modules and objects of these names are mentioned in the packages below."""
+PACKAGES = (
     "groupwise/engine/distributed/", "groupwise/engine/backends/tunix/", "groupwise/engine/models/", "groupwise/jobs/launch/",
     "groupwise/training/suites/", "docs/decisions/",
 )  # fmt: skip
@@ -41,7 +41,7 @@ NAMED = re.compile(rf"(?<![\w./`'$-])(?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_0
 def wrong_keys(text: str, place: str) -> set[str]:
     named = {name for name in NAMED.findall(text) if not FILES.search(name)}
     found = named - KEYS - {"run.step"}  # of the run that callbacks are given
-    if place.startswith(ROOMS):
+    if place.startswith(PACKAGES):
         found = {name for name in found if name.partition(".")[0] not in NO_KEYS}
     return found
 

@@ -1,4 +1,4 @@
-"""What is told of everything that can be wrong."""
+"""Messages for everything that can be wrong in a config."""
 
 from collections.abc import Iterator
 from pathlib import Path

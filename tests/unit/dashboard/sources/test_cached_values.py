@@ -1,4 +1,4 @@
-"""What many pages ask for is found once, in the background, and nobody waits for whatever is slow."""
+"""A value that many pages need is computed once, in the background, and nobody waits for a slow one."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ async def test_ctrl_c_is_for_the_main_process(shared):
 async def test_an_unreadable_answer_ends_all_workers(own):
     waiting = asyncio.create_task(own.call(0, "wait"))
     await own.call(0, "add", 1)
-    unread = r"cannot be taken(.|\n)*No module named 'known_here_alone'(.|\n)*--resume"
+    unread = r"cannot be read(.|\n)*No module named 'known_here_alone'(.|\n)*--resume"
     with pytest.raises(RunError, match=unread):
         await own.call(1, "unreadable_error")
     for call in (waiting, own.call(0, "add", 1)):

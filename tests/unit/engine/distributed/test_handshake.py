@@ -1,4 +1,4 @@
-"""Two processes on a network make sure of each other, and of every message; a stranger is told nothing that helps.
+"""Two processes authenticate each other over a network, and every message; a stranger learns nothing that helps.
 
 1. Who knows the secret is let in under its number; who does not is not, on either side, whatever it sends.
 2. What was overheard is of no use: not for another call, nor in this one.

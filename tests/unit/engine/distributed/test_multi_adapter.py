@@ -1,4 +1,4 @@
-"""Models beside each other over one base, here and in ranks; see also the contracts of samplers and learners.
+"""Several models over one base, in this process and in ranks; see also the contracts of samplers and learners.
 
 1. What a model learns and samples is bit for bit what it would alone, whatever others do meanwhile: gradients, weights, completions.
    So it is for the model of a run that others were added to.

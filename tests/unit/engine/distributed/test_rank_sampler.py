@@ -61,11 +61,11 @@ async def test_ranks_rest_only_while_nothing_is_sampled(two, monkeypatch):
     monkeypatch.setattr(two.ranks, "call_all", noted)
     under_way = asyncio.gather(*map(two.sampler.generate, asked))
     await asyncio.sleep(0)
-    await two.sampler.rest()
+    await two.sampler.release_memory()
     assert called == []
     assert await under_way == wanted
-    await two.sampler.rest()
-    assert called == ["sampler.rest"]
+    await two.sampler.release_memory()
+    assert called == ["sampler.release_memory"]
     assert await sampled(two, asked) == wanted
 
 

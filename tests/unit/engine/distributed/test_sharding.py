@@ -1,4 +1,4 @@
-"""Who gets what: everything once, evenly, groups whole where that is even."""
+"""How work is shared: everything once, evenly, groups whole if that is even."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

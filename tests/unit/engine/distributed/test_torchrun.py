@@ -113,7 +113,7 @@ def test_samplers_see_the_gpus_after_those_of_the_learners(monkeypatch):
     monkeypatch.setattr(
         spawned_workers, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"]
     )
-    samplers = SamplerWorkers(2, 1, tells=False, timeout=9.0)
+    samplers = SamplerWorkers(2, 1, sends_log=False, timeout=9.0)
     samplers._setup = Setup("", {"layout": {"device": "cuda"}}, (), 0)
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
     for each in (samplers._wake_sender, samplers._wake_receiver, samplers._selector):

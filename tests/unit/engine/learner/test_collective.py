@@ -1,4 +1,4 @@
-"""What processes under torchrun tell each other by its store, a real one, and how long they wait for that."""
+"""What processes under torchrun exchange by its store, a real one, and how long they wait for it."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much of a small step reaches the outputs, told of what computes them."""
+"""How much of a small step reaches the outputs, measured on the modules that compute them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def expected_kl(policy: Any, teacher: Any, rows: list[Row]) -> torch.Tensor:
     for row in rows:
         own = logprobs(policy, row)
         with torch.no_grad():
-            theirs = logprobs(teacher, row.as_taught)
+            theirs = logprobs(teacher, row.as_seen_by_teacher)
         kl_T = (own.exp() * (own - theirs)).sum(-1)
         total = total + (kl_T * torch.tensor(row.mask)).sum()
     return total
@@ -117,8 +117,8 @@ async def test_logprobs_are_those_after_the_teachers_prompt(make_learner, make_r
     found = await learner.logprobs(rows, "teacher")
     model = teacher_model().eval()
     for row, values in zip(rows, found, strict=True):
-        start = len(row.as_taught.prompt_ids) - 1
-        ids = torch.tensor([[*row.as_taught.prompt_ids, *row.completion_ids]])
+        start = len(row.as_seen_by_teacher.prompt_ids) - 1
+        ids = torch.tensor([[*row.as_seen_by_teacher.prompt_ids, *row.completion_ids]])
         logits = model(ids).logits[0, start:-1] / row.temperature
         own = logits.log_softmax(-1).gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(values), own, rtol=1e-4, atol=1e-5)

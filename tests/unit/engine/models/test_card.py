@@ -1,4 +1,4 @@
-"""The model card: what it says, what it must not say, and that its code loads what it stands beside."""
+"""The model card: what it contains, what it must not contain, and that its code loads the weights next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations through the chat template: where the model goes on, and what the template receives beside the messages."""
+"""Conversations through the chat template: where the model continues, and what the template receives in addition to the messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on a config.json says what transformers' model says, or nothing."""
+"""The parameter counts computed from a config.json equal those of transformers' model, or none are given."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which weights a name stood for."""
+"""Which weights a name referred to."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Names of models: what they mean, and what is said when nothing is there."""
+"""Names of models: what they mean, and the messages if nothing has that name."""
 
 from pathlib import Path
 from typing import Any

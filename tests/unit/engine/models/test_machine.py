@@ -1,4 +1,4 @@
-"""What files tell of a machine is what torch would tell; and how many cores may be used, by files such as containers have."""
+"""Facts about the machine read from files equal torch's; and the number of usable cores, by files such as containers have."""
 
 import os
 import platform

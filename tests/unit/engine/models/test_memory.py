@@ -1,4 +1,4 @@
-"""Memory that could not be had, in the words of those who refuse it and in ours."""
+"""Out-of-memory errors, in the words of those who raise them and in ours."""
 
 from __future__ import annotations
 

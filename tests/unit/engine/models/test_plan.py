@@ -1,4 +1,4 @@
-"""Sizes told without weights: room for prompts, parameters, and the memory of a run.
+"""Sizes computed without weights: room for prompts, parameters, and the memory of a run.
 
 1. Frozen weights are counted once for all processes, trained ones and all else for each.
 2. What is not there is not counted: of a run that samples nothing, of a model that has no native form.

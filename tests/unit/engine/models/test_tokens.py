@@ -1,4 +1,4 @@
-"""Prompts to tokens: text as it stands, chats through the template, answers that join on."""
+"""Prompts to tokens: text unchanged, chats through the template, answers that continue them."""
 
 import pytest
 from tokenizers.processors import TemplateProcessing

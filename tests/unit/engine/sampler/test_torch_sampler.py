@@ -342,9 +342,9 @@ async def test_completions_under_way_keep_their_cache(make_sampler):
     sampler = make_sampler()
     wanted = await sampler.generate(request())
     sampler._frees_cache = True
-    await sampler.rest()
+    await sampler.release_memory()
     under_way = asyncio.create_task(sampler.generate(request()))
     for _ in range(4):
         await asyncio.sleep(0)
-        await sampler.rest()
+        await sampler.release_memory()
     assert await under_way == wanted

@@ -1,4 +1,4 @@
-"""What a rented machine does as it starts: its own end is armed before anything can fail, and again at every start."""
+"""What a rented machine does when it starts: its own end is scheduled before anything can fail, and again at every start."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.clouds.aws_machines import ARM, host_key_in, user_data
-from tests.fake_aws import said_on_console
+from tests.fake_aws import console_line
 from tests.processes import wait_until
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
@@ -102,7 +102,7 @@ def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> N
 
 
 OTHER_KEY = KEY.replace("TKP", "TKQ")
-LINE = said_on_console(KEY)
+LINE = console_line(KEY)
 KERNEL = "[   21.345678] audit: type=1400 apparmor=<STATUS>\r\n"
 
 
@@ -112,7 +112,7 @@ KERNEL = "[   21.345678] audit: type=1400 apparmor=<STATUS>\r\n"
     f"{LINE[:80]}\r\n{LINE[80:]}",
     f"\x1b[0;32m{LINE[:30]}\x1b[0m{LINE[30:]}",
     f"{LINE[:60]}cloud-init[812]: Generating{LINE[60:]}\n{LINE}\n{LINE[:99]}",
-    f"{said_on_console(OTHER_KEY)}\n-----BEGIN SSH HOST KEY KEYS-----\n{OTHER_KEY} root@ip\n{LINE}\n{LINE}",
+    f"{console_line(OTHER_KEY)}\n-----BEGIN SSH HOST KEY KEYS-----\n{OTHER_KEY} root@ip\n{LINE}\n{LINE}",
 ], ids=["CR", "kernel", "wrapped", "colours", "spoilt, whole, cut", "several keys"])  # fmt: skip
 def test_the_key_is_read_whatever_else_is_on_the_console(console: str) -> None:
     assert host_key_in(console) == KEY

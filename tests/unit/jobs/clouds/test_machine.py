@@ -1,4 +1,4 @@
-"""One machine as a backend, beside what all backends keep: its GPUs, and what it refuses."""
+"""One machine as a backend, apart from the contract of all backends: its GPUs, and what it refuses."""
 
 import sys
 from collections.abc import AsyncIterator

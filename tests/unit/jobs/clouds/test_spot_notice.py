@@ -1,4 +1,4 @@
-"""A spot machine that AWS wants back tells its jobs, once it is told itself, and by a metadata service that wants a token."""
+"""A spot machine that AWS takes back notifies its jobs; the metadata service requires a token."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A fleet's database for tests of what stands on it: SQLite, which is there in a hundredth of a second."""
+"""A fleet's database for tests: SQLite, which is created in a hundredth of a second."""
 
 from collections.abc import Iterator
 from contextlib import closing

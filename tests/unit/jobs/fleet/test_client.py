@@ -1,4 +1,4 @@
-"""The API and its Python client, through a real socket: every verb, every refusal, bytes both ways."""
+"""The API and its Python client, through a real socket: every operation, every refusal, bytes in both directions."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A dispatcher on a real database and machines of this process: whatever goes wrong, the history keeps every promise.
+"""A dispatcher on a real database and fake machines: whatever fails, the history satisfies every guarantee.
 
 Each test ends with a check of its history by `tests/history_checker.py`, which uses no code of the dispatcher.
 """
@@ -30,7 +30,7 @@ from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.framing import BadAnswer
-from groupwise.jobs.hosts.port import Host, OutcomeUnknown, Request, RunnerResponse
+from groupwise.jobs.hosts.host import Host, OutcomeUnknown, Request, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_hosts import FakeHost, Fault, Script
 from tests.in_process_fleet import InProcessFleet, NoJitter

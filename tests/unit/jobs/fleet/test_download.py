@@ -1,4 +1,4 @@
-"""What is fetched: whole or not there, kept where it is right, in nobody's way, gone on with after an interruption.
+"""Downloads: complete or absent, kept if unchanged, without harm to other files, resumed after an interruption.
 
 1. A file appears under its name when its hash was found right, with its permission bits.
 2. A file that is there and right is kept and not asked for; another one is in the way, and then nothing at all comes, unless forced.

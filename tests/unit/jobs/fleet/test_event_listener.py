@@ -1,4 +1,4 @@
-"""What `fleet up` says is news and nothing else: a deaf reader does not end the fleet."""
+"""What `fleet up` prints are events only; a reader that does not read does not end the fleet."""
 
 from pathlib import Path
 

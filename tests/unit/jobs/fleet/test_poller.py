@@ -15,7 +15,7 @@ from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import GPU, VM, Event
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostKeyError,
     HostUnreachable,

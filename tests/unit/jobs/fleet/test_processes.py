@@ -1,4 +1,4 @@
-"""Who of those that have played a role is gone for certain: told of real processes.
+"""Which processes of a role have certainly ended, judged on real processes.
 
 1. One that was killed is gone, whether its parent has asked for it or not; so is one whose pid another has now.
 2. One that hangs is not, nor one of another system, of other pids, or of which nothing is known.

@@ -1,4 +1,4 @@
-"""What jobs may be given of the control machine: what the operator named, by its own name, and nothing that a link or a `..` leads to."""
+"""Which secrets of the control machine jobs may get: those that the operator named, and nothing that a link or a `..` leads to."""
 
 import os
 from pathlib import Path

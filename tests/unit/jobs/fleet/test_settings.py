@@ -1,4 +1,4 @@
-"""Which fleet is meant, where its settings may stand, and what is refused."""
+"""Which fleet is used, where its settings may be, and what is refused."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A machine with one attempt on it whose log and files a test writes, for tests of what fetches them."""
+"""A machine with one attempt whose log and files a test writes, for tests of fetching."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ from groupwise.jobs.fleet.attempts.controller import MemberOutput
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import HostUnreachable, Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.host import HostUnreachable, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec, Limits, as_json
 
 JOB, OWNER = "job-1", "me"

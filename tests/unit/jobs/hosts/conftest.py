@@ -1,4 +1,4 @@
-"""The machine that the runner is asked on: with this Python, with each that it has to run on, or one that has never been asked."""
+"""The machine on which the runner is tested: with this Python, with each that it must support, or a new one without runner."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,7 +9,7 @@ from groupwise.jobs.hosts import driver
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import BadAnswer
-from groupwise.jobs.hosts.port import Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.host import Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.runner.requests import LONG, SIGN_EVERY
 from groupwise.jobs.hosts.runner_text import runner_text
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.hosts.port import Request
+from groupwise.jobs.hosts.host import Request
 from tests.fake_hosts import FakeHost, FakeHosts
 
 

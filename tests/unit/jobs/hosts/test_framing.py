@@ -14,7 +14,7 @@ from groupwise.jobs.hosts.framing import (
     answer_bytes,
     incomplete_answer_error,
 )
-from groupwise.jobs.hosts.port import (
+from groupwise.jobs.hosts.host import (
     HostError,
     HostUnreachable,
     OutcomeUnknown,

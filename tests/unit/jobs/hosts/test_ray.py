@@ -1,4 +1,4 @@
-"""What is made of Ray's answers, and what Ray is told."""
+"""How Ray's answers are interpreted, and what Ray is asked."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Launch, Scheduler
-from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
+from groupwise.jobs.hosts.host import HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.jobs.hosts.ray import ADDRESS, RayRunner
 from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
 from groupwise.jobs.hosts.spec import JobSpec

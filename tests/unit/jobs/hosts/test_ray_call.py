@@ -1,4 +1,4 @@
-"""The program that asks Ray's head, run as it is there, against a server of ours."""
+"""The program that calls Ray's head, run as on the machine, against a local server."""
 
 import json
 import os

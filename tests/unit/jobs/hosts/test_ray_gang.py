@@ -1,4 +1,4 @@
-"""Several machines of Ray at once, without Ray: each is an object here, and what it begins are real processes."""
+"""Several machines of Ray without Ray: each is an object here, and starts real processes."""
 
 import json
 import os

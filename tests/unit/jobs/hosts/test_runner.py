@@ -1,4 +1,4 @@
-"""The protocol, spoken to the real runner on this machine, with this Python and with the oldest that is promised.
+"""The protocol with the real runner on this machine, with this Python and with the oldest supported one.
 
 1. A request that was cut or changed on its way does nothing.
 2. A launch that is repeated starts nothing; the state is told.

@@ -1,4 +1,4 @@
-"""Attempts that an engine begins: laid out, waiting with a token that one taker gets, begun in the foreground by `begin.sh`.
+"""Attempts that an engine starts: laid out, waiting with a token that only one process gets, and run in the foreground by `begin.sh`.
 
 The engine of these tests is whoever runs that script.
 """
@@ -17,8 +17,8 @@ import pytest
 
 from groupwise.jobs.hosts.answers import ExitReason, MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner, Scheduler
+from groupwise.jobs.hosts.host import RunnerRefused
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 from tests.processes import TIMEOUT_S
 

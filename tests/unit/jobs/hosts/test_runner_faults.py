@@ -1,4 +1,4 @@
-"""The runner where things go wrong: every process killed, races, full disks, commands that do not want to end.
+"""The runner under faults: every process killed, races, full disks, commands that do not end.
 
 1. A supervisor that is killed leaves `lost`, never an exit record that nobody saw happen; its command dies with it.
 2. A folder whose launch died before the command began is taken over; one whose command may have begun never is.

@@ -1,4 +1,4 @@
-"""What the runner makes of nvidia-smi, and how it gives GPUs to attempts.
+"""How the runner interprets nvidia-smi, and how it assigns GPUs to attempts.
 
 1. What could not be read is None or named as unread; nothing is ever taken for free, or for zero, because it was not understood.
 2. A tool that hangs costs its time limit and no more.

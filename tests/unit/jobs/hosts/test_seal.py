@@ -1,4 +1,4 @@
-"""`seal` makes a checkpoint of whatever trainer one that travels."""
+"""`seal` marks any trainer's checkpoint as complete, so that it is copied."""
 
 import hashlib
 import json

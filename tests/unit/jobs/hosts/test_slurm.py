@@ -1,4 +1,4 @@
-"""What is made of the words of Slurm's programs, and of an attempt whose supervisor is not seen from here."""
+"""How the output of Slurm's programs is interpreted, and attempts whose supervisor is not visible from here."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Launch, Scheduler
-from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
+from groupwise.jobs.hosts.host import HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
 from groupwise.jobs.hosts.slurm import SUBMISSION_GRACE, SlurmRunner
 from groupwise.jobs.hosts.spec import JobSpec

@@ -1,4 +1,4 @@
-"""What a job may say: a list of arguments, variables that decide nothing of the machine's, and paths within its folder."""
+"""What a job may specify: a list of arguments, variables that do not affect the machine, and paths within its folder."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A training that only notes what it was asked for."""
+"""A training that only records its arguments."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The first program of a launched job, beside a builder that stands in."""
+"""The first program of a launched job, with a stand-in for the builder."""
 
 import json
 import os

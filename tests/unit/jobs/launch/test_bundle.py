@@ -1,4 +1,4 @@
-"""What travels of a project: what git would take, whatever the names; and no credential, no run, nothing from outside."""
+"""Which files of a project are sent: those that git would track, whatever their names; and no credential, no run, nothing from outside."""
 
 from __future__ import annotations
 

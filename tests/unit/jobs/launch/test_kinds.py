@@ -1,4 +1,4 @@
-"""Rows of jobs become commands that mean the same, or every problem with them is told."""
+"""Rows of jobs become equivalent commands, or every problem with them is reported."""
 
 from __future__ import annotations
 

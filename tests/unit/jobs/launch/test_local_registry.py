@@ -1,4 +1,4 @@
-"""What a machine knows of the jobs that were launched from it."""
+"""What a machine stores about the jobs that were launched from it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trying a command here: its own words where it would fail, and where it writes."""
+"""The dry run of a command on this machine: its own message if it would fail, and where it writes."""
 
 import json
 import shutil

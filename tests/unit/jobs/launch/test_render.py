@@ -1,4 +1,4 @@
-"""Manifests: what Kubernetes' own schema says of them, and what arrives in a pod."""
+"""Manifests are valid by Kubernetes' own schema, and arguments arrive in a pod unchanged."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""Whether the results of a job are all here, and what is set aside for those of another."""
+"""Whether all results of a job are here, and what is set aside for those of another job."""
 
 from pathlib import Path
 from typing import Any

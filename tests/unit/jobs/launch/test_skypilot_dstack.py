@@ -1,4 +1,4 @@
-"""Tasks of SkyPilot and dstack: what their packages read in them, and what arrives in the job."""
+"""Tasks of SkyPilot and dstack: how their packages read them, and what arrives in the job."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Watching a job whose place stands in: each byte of the log once, results when there are new ones, patience with a place that is away."""
+"""Watching a job with a stand-in for its place: each byte of the log once, results when there are new ones, retries while the place does
+not answer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, for real: it is started, asked, broken, killed and looked for.
+"""A real engine process: it is started, called, broken and killed, and must be gone afterwards.
 
 1. Calls are answered in any order, each by its own answer or error; what cannot cross the socket fails its call alone.
 2. A call that changes nothing ends when nobody waits for it, and at its deadline; the engine is well afterwards.

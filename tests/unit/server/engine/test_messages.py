@@ -1,4 +1,4 @@
-"""What crosses the socket: values by themselves, and errors that people can read on the other side."""
+"""What crosses the socket: values without their surroundings, and errors that people can read on the other side."""
 
 from typing import Any
 

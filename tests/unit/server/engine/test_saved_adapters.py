@@ -1,4 +1,4 @@
-"""What models have saved, as folders."""
+"""Saved states of models, as folders."""
 
 from __future__ import annotations
 

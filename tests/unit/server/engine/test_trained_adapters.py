@@ -1,4 +1,4 @@
-"""Models over a base, in the engine: what is sampled is what was saved, and a model is made again from a state that was kept."""
+"""Models over a base, in the engine: sampling uses the saved weights, and a model is created again from a stored state."""
 
 from __future__ import annotations
 

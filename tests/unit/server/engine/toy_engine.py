@@ -1,4 +1,4 @@
-"""What an engine's process serves in tests of the process: it does anything that could go wrong."""
+"""The engine that tests of the engine's process serve: it can fail in every way."""
 
 import asyncio
 import logging

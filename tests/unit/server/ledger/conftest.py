@@ -1,4 +1,4 @@
-"""A ledger that is open, its transaction, and a run to be filled."""
+"""An open ledger, its transaction, and an empty run."""
 
 from __future__ import annotations
 

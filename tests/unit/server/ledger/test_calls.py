@@ -1,4 +1,4 @@
-"""What clients that train through the Tinker API have open.
+"""Open sessions, models and samplers of clients that train through the Tinker API.
 
 1. A call is there before it is answered, and what it came to stands, whoever would write it anew.
 2. What is repeated is what changed the model since its state was kept, in order; the content of the rest is forgotten.

@@ -1,4 +1,4 @@
-"""Opening the ledger: its format, and what is said where it cannot be used."""
+"""Opening the ledger: its format, and the messages if it cannot be used."""
 
 from __future__ import annotations
 

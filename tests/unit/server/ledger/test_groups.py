@@ -1,4 +1,4 @@
-"""Groups: kept whole, found again, ended where nothing comes of them."""
+"""Groups: stored whole, found again, ended if they are not rewarded."""
 
 from __future__ import annotations
 

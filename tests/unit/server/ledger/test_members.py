@@ -12,7 +12,7 @@ from groupwise.server.ledger import members
 from groupwise.server.ledger.groups import add_groups, give_up, read_group
 from groupwise.server.ledger.members import (
     CompletionId,
-    Gathering,
+    GroupKey,
     Member,
     accept_post,
     hand_out,
@@ -23,7 +23,7 @@ from groupwise.server.ledger.rewards import Include, Post
 from groupwise.server.ledger.runs import set_run_state
 from tests.unit.server.ledger.making import LEASE, RUN, new
 
-WHERE = Gathering(RUN, "k", "name:a", "hash")
+WHERE = GroupKey(RUN, "k", "name:a", "hash")
 
 
 def begin(ledger, draw=0, step=0, where=WHERE):
@@ -91,7 +91,7 @@ def test_each_call_gets_a_member_until_all_are_given_apart_by_run_key_and_name(r
     assert begin(run).index == 0
     for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
         assert next_member(run, replace(WHERE, **{key: value}), 0) is None
-    expect_refusal("settings_conflict", next_member, run, replace(WHERE, common="other"), 0)
+    expect_refusal("settings_conflict", next_member, run, replace(WHERE, request_hash="other"), 0)
     second = following(run)
     assert (second.row.id, second.index) == ("g-0", 1)
     assert hand_out(run, second)

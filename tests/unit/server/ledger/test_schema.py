@@ -1,4 +1,4 @@
-"""What SQLite itself refuses, whatever the code does."""
+"""What SQLite itself refuses, independent of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions that are kept: as groups by themselves, or as members of a group that several calls share."""
+"""Stored completions: as groups of their own, or as members of a group that several calls share."""
 
 from __future__ import annotations
 

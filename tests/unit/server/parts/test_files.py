@@ -1,4 +1,4 @@
-"""Files of parts go to and fro in pieces, and never leave their folder."""
+"""Files of parts are transferred in pieces, and never leave their folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parts keep, whatever their client and the network do.
+"""The guarantees of parts, whatever their client and the network do.
 
 A call is done once and in its order, however often and late it comes; who falls silent, and whose engine ends, is told so; the next loop
 has an engine of its own, which hears only what it needs of a config.

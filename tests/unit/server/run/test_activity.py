@@ -1,4 +1,4 @@
-"""What goes on in a server at one instant: groups and their leases, who waits, steps to come, clients and their sessions."""
+"""A server's activity at one instant: groups and their leases, waiting requests, coming steps, clients and their sessions."""
 
 from __future__ import annotations
 

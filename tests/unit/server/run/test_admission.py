@@ -1,4 +1,4 @@
-"""Who may sample now, who waits, who is refused."""
+"""Which requests may sample now, which wait, which are refused."""
 
 from __future__ import annotations
 

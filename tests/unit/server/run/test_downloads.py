@@ -1,4 +1,4 @@
-"""A version as a zip file: whole, in little memory, several at once, and its files closed however it ends."""
+"""A version as a zip file: complete, in little memory, several at once, and its files closed however it ends."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""What is said of settings of a start that a config cannot have, by the names that its client knows."""
+"""Messages about start settings that a config cannot have, by the names that the client knows."""
 
 from __future__ import annotations
 

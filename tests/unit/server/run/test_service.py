@@ -1,4 +1,4 @@
-"""What clients can do, and what they are told."""
+"""What clients can do, and the answers they get."""
 
 from __future__ import annotations
 

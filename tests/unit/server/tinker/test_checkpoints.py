@@ -1,4 +1,4 @@
-"""What was saved under names: it is listed, expires when it was asked to, and is deleted; the fake engine's real files."""
+"""Named checkpoints: listed, expired at their time, and deleted; with the fake engine's real files."""
 
 from __future__ import annotations
 

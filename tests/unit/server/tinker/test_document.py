@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the Tinker API."""
+"""The Tinker API in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def futures(ledger: Ledger) -> Futures:
 
 
 def _submit(
-    line: CallQueue, number: int, work: AnswerFunction | Exception, content: bytes = b"11"
+    queue: CallQueue, number: int, work: AnswerFunction | Exception, content: bytes = b"11"
 ) -> str:
-    return line.submit(number, content, work, "kind")
+    return queue.submit(number, content, work, "kind")
 
 
-def _saying(text: str, done: list[str] | None = None) -> AnswerFunction:
+def _answering(text: str, done: list[str] | None = None) -> AnswerFunction:
     async def work() -> Outcome:
         await asyncio.sleep(0)
         if done is not None:
@@ -80,20 +80,20 @@ async def _message(futures: Futures, id: str) -> str:
     return answer.body.decode()
 
 
-async def test_one_at_a_time_but_lines_beside_each_other(futures: Futures) -> None:
-    under_way, most, others = 0, 0, asyncio.Event()
+async def test_a_queue_runs_one_call_at_a_time_and_queues_run_in_parallel(futures: Futures) -> None:
+    running, most, others = 0, 0, asyncio.Event()
 
     async def work() -> Outcome:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
         await others.wait()
-        under_way -= 1
+        running -= 1
         return Outcome("answered", JSON, b"")
 
-    line = CallQueue("a", futures)
-    ids = [_submit(line, n, work) for n in range(3)]
-    assert await _text(futures, _submit(CallQueue("b", futures), 0, _saying("x"))) == "x"
+    queue = CallQueue("a", futures)
+    ids = [_submit(queue, n, work) for n in range(3)]
+    assert await _text(futures, _submit(CallQueue("b", futures), 0, _answering("x"))) == "x"
     others.set()
     assert ([await _text(futures, id) for id in ids], most) == ([""] * 3, 1)
 
@@ -101,13 +101,13 @@ async def test_one_at_a_time_but_lines_beside_each_other(futures: Futures) -> No
 async def test_a_failed_call_reports_its_error_and_does_not_block_later_calls(
     futures: Futures, caplog: pytest.LogCaptureFixture
 ) -> None:
-    line = CallQueue("m", futures)
+    queue = CallQueue("m", futures)
     with caplog.at_level(logging.ERROR):
-        usage = _submit(line, 0, _failing(UsageError("yours")))
-        run = _submit(line, 1, _failing(RunError("ours")))
-        bug = _submit(line, 2, _failing(KeyError("secret")))
-        refused = _submit(line, 3, UsageError("refused before"))
-        after = _submit(line, 4, _saying("after"))
+        usage = _submit(queue, 0, _failing(UsageError("yours")))
+        run = _submit(queue, 1, _failing(RunError("ours")))
+        bug = _submit(queue, 2, _failing(KeyError("secret")))
+        refused = _submit(queue, 3, UsageError("refused before"))
+        after = _submit(queue, 4, _answering("after"))
         assert await _outcome(futures, usage) == failed_outcome("yours", "user")
         assert await _outcome(futures, run) == failed_outcome("ours", "server")
         outcome = await _outcome(futures, bug)
@@ -119,25 +119,25 @@ async def test_a_failed_call_reports_its_error_and_does_not_block_later_calls(
 
 
 async def test_a_number_that_never_comes(futures: Futures) -> None:
-    line = CallQueue("m", futures, gap_timeout=0.01)
-    ids = [_submit(line, n, _saying(str(n))) for n in (0, 2, 3)]
+    queue = CallQueue("m", futures, gap_timeout=0.01)
+    ids = [_submit(queue, n, _answering(str(n))) for n in (0, 2, 3)]
     assert await _text(futures, ids[0]) == "0"
     for id in ids[1:]:
         assert "Request 1 of m" in await _message(futures, id)
     with pytest.raises(AnswerGone):
-        _submit(line, 1, _saying("too late"))
-    assert await _text(futures, _submit(line, 4, _saying("4"))) == "4"
+        _submit(queue, 1, _answering("too late"))
+    assert await _text(futures, _submit(queue, 4, _answering("4"))) == "4"
 
 
-async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first(ledger: Ledger) -> None:
+async def test_answers_are_dropped_from_the_oldest_fetched_ones_first(ledger: Ledger) -> None:
     futures = Futures(ledger, Limits(answers=3))
-    line = CallQueue("m", futures)
-    ids = [_submit(line, n, _saying(str(n))) for n in range(3)]
+    queue = CallQueue("m", futures)
+    ids = [_submit(queue, n, _answering(str(n))) for n in range(3)]
     assert [await _text(futures, ids[n]) for n in (2, 1)] == ["2", "1"]
-    assert await _text(futures, _submit(line, 3, _saying("3"))) == "3"
+    assert await _text(futures, _submit(queue, 3, _answering("3"))) == "3"
     assert await _text(futures, ids[0]) == "0"
     with pytest.raises(AnswerGone, match="Request 2 of m"):
-        _submit(line, 2, _saying("twice"))
+        _submit(queue, 2, _answering("twice"))
     for id, error in (
         (ids[2], AnswerGone),
         (ids[0].rpartition("-")[0] + "-99", UnknownAnswer),
@@ -147,9 +147,9 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first(ledger: 
         with pytest.raises(error):
             await futures.wait_for_answer(id, TIMEOUT_S)
     futures = Futures(ledger, Limits(answer_bytes=10))
-    line = CallQueue("m", futures)
-    small = _submit(line, 0, _saying("1234"))
-    assert len(await _text(futures, _submit(line, 1, _saying("x" * 100)))) == 100
+    queue = CallQueue("m", futures)
+    small = _submit(queue, 0, _answering("1234"))
+    assert len(await _text(futures, _submit(queue, 1, _answering("x" * 100)))) == 100
     with pytest.raises(AnswerGone):
         await futures.wait_for_answer(small, TIMEOUT_S)
 
@@ -158,10 +158,10 @@ async def test_calls_of_one_caller_that_wait_leave_room_to_others(ledger: Ledger
     futures = Futures(ledger, Limits(waiting_of_one=2))
     futures.callers |= {"s-1": "mine", "s-2": "mine", "s-3": "another"}
     for session in ("s-1", "s-2"):
-        _submit(CallQueue(f"{session}:train:0", futures), 1, _saying("1"))
+        _submit(CallQueue(f"{session}:train:0", futures), 1, _answering("1"))
     with pytest.raises(TooManyCalls):
-        _submit(CallQueue("s-1:train:1", futures), 1, _saying("1"))
-    _submit(CallQueue("s-3:train:0", futures), 1, _saying("1"))
+        _submit(CallQueue("s-1:train:1", futures), 1, _answering("1"))
+    _submit(CallQueue("s-3:train:0", futures), 1, _answering("1"))
 
 
 @pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
@@ -169,27 +169,27 @@ async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
     ledger: Ledger, limits: Limits
 ) -> None:
     futures = Futures(ledger, limits)
-    line = CallQueue("m", futures)
-    _submit(line, 1, _saying("1"))
-    last = _submit(line, 2, _saying("2"))
+    queue = CallQueue("m", futures)
+    _submit(queue, 1, _answering("1"))
+    last = _submit(queue, 2, _answering("2"))
     with pytest.raises(TooManyCalls):
-        _submit(line, 3, _saying("3"))
-    _submit(line, 0, _saying("0"))
+        _submit(queue, 3, _answering("3"))
+    _submit(queue, 0, _answering("0"))
     assert await _text(futures, last) == "2"
-    assert await _text(futures, _submit(line, 3, _saying("3"))) == "3"
+    assert await _text(futures, _submit(queue, 3, _answering("3"))) == "3"
 
 
 async def test_closing_answers_all_who_wait(futures: Futures) -> None:
-    line, never = CallQueue("m", futures), asyncio.Event()
+    queue, never = CallQueue("m", futures), asyncio.Event()
 
     async def work() -> Outcome:
         await never.wait()
         return Outcome("answered", JSON, b"")
 
-    ids = [_submit(line, n, work) for n in (0, 1, 3)]
+    ids = [_submit(queue, n, work) for n in (0, 1, 3)]
     waiting = asyncio.create_task(futures.wait_for_answer(ids[0], TIMEOUT_S))
     await asyncio.sleep(0.001)
-    await line.close()
+    await queue.close()
     answer = await waiting
     assert answer is not None
     assert answer.state == "failed"
@@ -199,18 +199,18 @@ async def test_closing_answers_all_who_wait(futures: Futures) -> None:
 
 
 async def test_calls_are_done_in_the_order_of_their_numbers_and_once(futures: Futures) -> None:
-    line, done = CallQueue("m", futures, gap_timeout=TIMEOUT_S), list[str]()
-    ids = {n: _submit(line, n, _saying(str(n), done)) for n in (3, 1, 2)}
+    queue, done = CallQueue("m", futures, gap_timeout=TIMEOUT_S), list[str]()
+    ids = {n: _submit(queue, n, _answering(str(n), done)) for n in (3, 1, 2)}
     assert await futures.wait_for_answer(ids[1], 0.001) is None
-    ids[0] = _submit(line, 0, _saying("0", done))
-    assert _submit(line, 0, _saying("again", done)) == ids[0]
+    ids[0] = _submit(queue, 0, _answering("0", done))
+    assert _submit(queue, 0, _answering("again", done)) == ids[0]
     assert [await _text(futures, ids[n]) for n in range(4)] == done == ["0", "1", "2", "3"]
     assert await futures.wait_for_answer(ids[0], TIMEOUT_S) is await futures.wait_for_answer(
         ids[0], TIMEOUT_S
     )
-    assert _submit(line, 0, _saying("later", done)) == ids[0]
+    assert _submit(queue, 0, _answering("later", done)) == ids[0]
     with pytest.raises(UsageError, match="another content"):
-        _submit(line, 0, _saying("other", done), b"other")
-    assert await _text(futures, _submit(line, 4, _saying("4", done))) == "4"
+        _submit(queue, 0, _answering("other", done), b"other")
+    assert await _text(futures, _submit(queue, 4, _answering("4", done))) == "4"
     assert len(done) == 5
-    await line.close()
+    await queue.close()

@@ -1,4 +1,4 @@
-"""The routes by themselves: who may ask, what is refused, what a repeated request does, what becomes of sessions. JSON alone."""
+"""The routes alone: who may call them, what is refused, what a repeated request does, what becomes of sessions. JSON only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's data and ours: rows and losses of requests, answers, and every refusal by name."""
+"""Translation between the client's data and ours: rows and losses of requests, answers, and every refusal by name."""
 
 from __future__ import annotations
 

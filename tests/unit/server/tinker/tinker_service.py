@@ -1,4 +1,4 @@
-"""The Tinker API of one server over an engine that keeps a list for each model of what was done to it."""
+"""The Tinker API of one server over an engine that records the calls of each model."""
 
 from __future__ import annotations
 

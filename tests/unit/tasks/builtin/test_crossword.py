@@ -1,4 +1,4 @@
-"""Crossword clues: the set that comes along is sound, splits share neither answers nor clues, and unusable rows are counted."""
+"""Crossword clues: the bundled set is sound, splits share neither answers nor clues, and unusable rows are counted."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The hook get_environment: what it may return, and what is said before anything starts."""
+"""The hook get_environment: what it may return, and the messages before anything starts."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Mathematics: generated problems are right, worked out truly and in one split each; sources are read and divided likewise."""
+"""Mathematics: generated problems have right answers and are in one split each; sources are read and split in the same way."""
 
 import re
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The task around reasoning-gym: problems that every process makes alike, and graders that no completion can break.
+"""The task around reasoning-gym: problems that are the same in every process, and graders that no completion can break.
 
 The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=tasks` takes all of them.
 """

@@ -1,4 +1,4 @@
-"""What graders of reasoning-gym may see: no code, nothing that hangs them, and every answer that they take."""
+"""Which answers graders of reasoning-gym get: no code, nothing that hangs them, and every answer that they accept."""
 
 from __future__ import annotations
 

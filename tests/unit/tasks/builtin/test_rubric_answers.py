@@ -1,4 +1,4 @@
-"""Questions with rubrics: what sets of them look like, and that a rubric is not paid for being repeated."""
+"""Questions with rubrics: the format of their sets, and that repeating a rubric earns nothing."""
 
 from __future__ import annotations
 

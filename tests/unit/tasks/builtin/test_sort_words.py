@@ -1,4 +1,4 @@
-"""The built-in task: its data are disjoint and reproducible, and its rewards cannot be won by anything but sorting."""
+"""The built-in task: its splits are disjoint and reproducible, and only sorting earns its rewards."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Prompts from whatever a column holds, and the account of rows that hold none."""
+"""Prompts from whatever a column holds, and the count of rows that hold none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that name data: what does not go together, and how a mixture is written."""
+"""The keys that name data: which ones conflict, and how a mixture is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The content of odd values: equal for equal ones, different for different ones, and honest about the rest."""
+"""The digest of unusual values: equal for equal ones, different for different ones; values that cannot be compared are reported."""
 
 import datetime as dt
 import json

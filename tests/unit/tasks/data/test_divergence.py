@@ -1,4 +1,4 @@
-"""The training reward rises while held-out prompts do worse: by hand."""
+"""The training reward rises while held-out prompts do worse: cases computed by hand."""
 
 from __future__ import annotations
 

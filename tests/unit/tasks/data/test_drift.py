@@ -1,4 +1,4 @@
-"""A number against its own start, by hand."""
+"""A number against its own start: cases computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to examples: what is accepted, and what is said about the rest."""
+"""From rows to examples: what is accepted, and the messages about the rest."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""What rows go through before prompts are made of them."""
+"""The preprocessing of rows before prompts are made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals of reward hacking on courses of steps made by hand.
+"""Signals of reward hacking on sequences of steps made by hand.
 
 1. Each begins where its conditions hold, and not where one of them is missing.
 2. It is told once when it begins and once when it ends, however long it lies near its threshold.

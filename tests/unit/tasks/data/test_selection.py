@@ -1,4 +1,4 @@
-"""What draws get: the order of the examples, the easy pool, the replay buffer, the curriculum; all of it from a checkpoint, too."""
+"""The examples of draws: the order of the examples, the easy pool, the replay buffer, the curriculum; also after a resume."""
 
 from __future__ import annotations
 

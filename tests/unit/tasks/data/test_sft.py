@@ -1,4 +1,4 @@
-"""A teacher's rows: every form is taken, and what is wrong with one is said with its row."""
+"""A teacher's rows: every form is accepted, and an error names its row."""
 
 from __future__ import annotations
 

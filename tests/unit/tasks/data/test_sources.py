@@ -1,4 +1,4 @@
-"""Where rows come from: every kind of file, splits and columns, the hub, and what is said of what cannot be read."""
+"""Sources of rows: every kind of file, splits and columns, the hub, and messages about what cannot be read."""
 
 from __future__ import annotations
 

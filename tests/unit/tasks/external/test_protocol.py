@@ -1,4 +1,4 @@
-"""Answers of environments, which may be anything that is JSON: what cannot be used is said, and nothing else is raised."""
+"""Answers of environments, which may be any JSON: unusable ones are reported, and no other error is raised."""
 
 import math
 from typing import Any

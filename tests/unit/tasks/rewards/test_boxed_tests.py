@@ -1,4 +1,4 @@
-"""What counts as a test, and which names are looked for in the solution; how they run is tested with the reward itself."""
+"""What counts as a test, and which names come from the solution; how they run is tested with the reward itself."""
 
 import ast
 
@@ -42,10 +42,10 @@ def _plainly(text: str) -> str:
 @pytest.mark.parametrize(("tests", "problem"), [
     ("assert f(", "the tests are not Python"), ("x = '\0'", "the tests are not Python"),
     ("def check(candidate): assert candidate(1)", "no entry_point"),
-    ("def test_a(tmp_path): assert f(1)", "test_a wants arguments"),
-    ("def test_a(x=1, *, y=2, **z): pass\ndef test_b(x, y=1): pass", "test_b wants arguments"),
+    ("def test_a(tmp_path): assert f(1)", "test_a takes arguments"),
+    ("def test_a(x=1, *, y=2, **z): pass\ndef test_b(x, y=1): pass", "test_b takes arguments"),
     ("import unittest\nclass T(unittest.TestCase): pass", "classes of unittest"),
-    ("def test_c(*, tmp_path): pass", "test_c wants arguments"), ("def run(): assert f(1)", "nothing is checked"),
+    ("def test_c(*, tmp_path): pass", "test_c takes arguments"), ("def run(): assert f(1)", "nothing is checked"),
     ("if False:\n    assert f(1)", "nothing is checked"), ("assert (f(1) == 2, 'no')", "nothing is checked"),
     ("assert True", "nothing is checked"), ("g = lambda: run()\ndef run(): assert f(1)", "nothing is checked"),
     (["f(1)", "f(2)"], "nothing is checked"), ("def test_a(): f(1) == 2", "test_a checks nothing"),

@@ -1,4 +1,4 @@
-"""What goes over between two boxes arrives as Python's own, or as a number; nothing else is believed."""
+"""Values that cross between two sandboxes arrive as built-in values or as a number; nothing else is trusted."""
 
 import collections
 import datetime

@@ -1,4 +1,4 @@
-"""The section `rewards`: which rewards there are, and what does not go together."""
+"""The section `rewards`: which rewards there are, and which keys conflict."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Crossword answers by their letters: where they stand, how long the text is, and that digits are never told by letters."""
+"""Crossword answers by their letters: where they are, how long the text is, and that digits count as no letters."""
 
 from typing import Any
 

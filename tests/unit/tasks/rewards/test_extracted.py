@@ -1,4 +1,4 @@
-"""The answers that rewards record for the vote: one text for what says the same, None where nothing was answered."""
+"""The answers that rewards record for majority votes: one text for equal answers, None without an answer."""
 
 import asyncio
 

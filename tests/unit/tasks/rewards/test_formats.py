@@ -1,4 +1,4 @@
-"""Layouts: what is one, what comes near, and that nothing between two tags is nothing."""
+"""Layouts: which texts have one, which nearly do, and that an empty pair of tags does not count."""
 
 import time
 

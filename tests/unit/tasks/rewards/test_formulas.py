@@ -1,4 +1,4 @@
-"""Formulas that can be worked out quickly, told from how they are written."""
+"""Formulas that can be evaluated quickly, recognised by how they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a gold answer stands, and the forms in which it is accepted."""
+"""Where a gold answer is found, and the forms in which it is accepted."""
 
 from typing import Any, cast
 

@@ -1,4 +1,5 @@
-"""Scoring in a thread: for closures and for functions with a memory. One that hangs costs its group; several end the run, clearly."""
+"""Scoring in a thread: for closures and functions that keep state. One that hangs costs its group; several end the run with a clear
+message."""
 
 import asyncio
 import subprocess

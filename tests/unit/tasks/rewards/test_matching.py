@@ -1,4 +1,4 @@
-"""Texts compared with texts: what is equal, what only looks so."""
+"""Texts compared with texts: which are equal, and which only look so."""
 
 import pytest
 from hypothesis import given

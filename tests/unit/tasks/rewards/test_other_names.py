@@ -1,4 +1,4 @@
-"""Names that rewards have elsewhere: each leads to one of ours that there is, or says that there is none."""
+"""Names of rewards in other projects: each leads to an existing reward, or the message says that there is none."""
 
 from __future__ import annotations
 

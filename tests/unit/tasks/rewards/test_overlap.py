@@ -1,4 +1,4 @@
-"""Words of a rubric, likeness to a reference, and that an echo of the prompt wins nothing."""
+"""Words of a rubric, similarity to a reference, and that an echo of the prompt earns nothing."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rush Hour's boards, moves and rewards: each row is scored by its own board, and only what really leads out is paid for."""
+"""Rush Hour's boards, moves and rewards: each row is scored by its own board, and only moves that really lead out are rewarded."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Repetition and length: values by hand, bounds, and which way they pull."""
+"""Repetition and length: values computed by hand, bounds, and directions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A program of the user's as an agent: what it is given, what is kept of it, which turns teach, and that nothing of it stays."""
+"""A user's program as an agent: its input, what is recorded of it, which turns are trained, and that nothing of it remains."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The address of one attempt, asked by the client of OpenAI: each of its routes is kept as a turn, and no other attempt can use it."""
+"""The address of one attempt, called by OpenAI's client: each route records a turn, and no other attempt can use it."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Chat templates as the makers of the models ship them: TRL keeps them beside its own, byte for byte.
+"""Chat templates as published with the models: TRL has byte-for-byte copies of them next to its own.
 
 1. Prompt and completion together are the tokens of the whole conversation, for one turn and for several.
 2. What is trained of a given conversation are spans made by hand; TRL's marks for the same templates agree up to white space.

@@ -1,4 +1,4 @@
-"""Prompts as token ids: which fit, which are left out, and what is said of those that do not."""
+"""Prompts as token ids: which fit, which are left out, and the messages about the latter."""
 
 import pytest
 

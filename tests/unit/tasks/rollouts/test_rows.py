@@ -1,4 +1,4 @@
-"""Rows hold what was sampled, token for token, and only the policy's tokens teach."""
+"""Rows hold what was sampled, token for token, and only the policy's tokens are trained on."""
 
 from dataclasses import replace
 
@@ -236,4 +236,4 @@ def test_a_token_has_the_experts_that_it_was_drawn_with(make_group, written):
     assert row(None, None, third).routed_experts == (third,)
     assert row(first, None, None).routed_experts == (first,)
     assert from_json(Row, to_json(whole)) == whole
-    assert replace(whole, teacher_prompt_ids=(1,)).as_taught.routed_experts == ()
+    assert replace(whole, teacher_prompt_ids=(1,)).as_seen_by_teacher.routed_experts == ()

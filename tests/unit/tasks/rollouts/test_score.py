@@ -1,4 +1,4 @@
-"""Between groups and rewards: what goes out, and where the verdicts come back to."""
+"""Between groups and rewards: what is sent to the scorer, and where its results go."""
 
 from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest
 from groupwise.core.types import RewardPart

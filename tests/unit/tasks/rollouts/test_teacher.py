@@ -161,7 +161,7 @@ def test_a_cut_row_that_teaches_nothing_any_more_is_left_out():
     assert [lesson.example.index for lesson in found.lessons] == [1]
     assert (found.cut, found.dropped) == (1, 1)
     assert sum(found.lessons[0].rows[0].mask) == 2
-    with pytest.raises(TaskError, match="of all 1 rows"):
+    with pytest.raises(TaskError, match="none of the 1 rows"):
         read([{"prompt": "abcdef", "completion": "g"}], max_length=4)
 
 

@@ -1,4 +1,4 @@
-"""The calls of an agent become one rollout, whose rows hold what was sampled after what it was sampled after."""
+"""The calls of an agent become one rollout, whose rows hold each sampled token after the tokens that it was sampled after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two stages: what is inserted, what teaches, and that nothing that was sampled is ever written anew."""
+"""Two stages: what is inserted, what is trained on, and that sampled tokens are never rewritten."""
 
 from dataclasses import replace
 

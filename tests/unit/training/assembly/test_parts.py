@@ -1,4 +1,4 @@
-"""What the parts in several processes hold."""
+"""The parts in several processes."""
 
 from types import SimpleNamespace
 from typing import Any

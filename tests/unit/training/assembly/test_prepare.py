@@ -1,4 +1,4 @@
-"""Where ranks are expected."""
+"""When ranks are expected."""
 
 from groupwise.engine.distributed import prefork
 from groupwise.training import placement

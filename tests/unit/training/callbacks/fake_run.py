@@ -1,4 +1,4 @@
-"""A run for callbacks to look at, without a run."""
+"""A stand-in for a run, for tests of callbacks."""
 
 from __future__ import annotations
 

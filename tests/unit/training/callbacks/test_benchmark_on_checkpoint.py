@@ -1,4 +1,4 @@
-"""Checkpoints evaluated by other processes: how many at once, what is recorded, what is done again and what is not."""
+"""Checkpoints evaluated by other processes: how many at once, what is recorded, what is repeated and what is not."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_benchmarks_run_in_parallel_up_to_a_limit_without_delaying_the_run(folde
         session.save(step)
     places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
     wait_until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
-    processes = [each.family.process for each in callback._processes]
+    processes = [each.group.process for each in callback._processes]
     callback.on_step_end(session.handle, {})
     assert [each.step for each in callback._processes] == [1, 2]
     assert not list(places[2].glob("result-*"))
@@ -161,11 +161,11 @@ def test_a_failure_is_reported_with_the_log_and_the_run_continues(folder, caplog
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({}, "give either `command`"), ({"command": ("x",)}, "does not say {output}"),
+    ({}, "give either `command`"), ({"command": ("x",)}, "does not contain {output}"),
     ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
     ({"suites": ("math_500",)}, "give `serve`, a list of words"),
     ({"suites": ("maths",), "serve": SERVE}, "no suite 'maths'.*There are math_500, aime24"),
-    ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not say {port}"),
+    ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not contain {port}"),
     ({"suites": ("lcb",), "serve": (*PYTHON, "{port}")}, "neither {policy} nor {merged}"),
     ({"suites": ("lcb",), "serve": SERVE, "command": ("x",)}, "give either `command`"),
     ({"suites": ("lcb",), "endpoint": "http://x"}, "not the checkpoints of this run"),

@@ -1,4 +1,4 @@
-"""What may stand under `callbacks`, and one message for each thing that may not."""
+"""What may be listed under `callbacks`, and one message for each thing that may not."""
 
 import importlib.metadata
 import sys
@@ -151,7 +151,7 @@ BENCHMARK = {"name": "benchmark_on_checkpoint", "command": [sys.executable, "{ou
     ("loss_logging", {"name": "loss_logging", "metrics": ["kl"]}, "the file loss_history.csv"),
 ])  # fmt: skip
 def test_two_that_would_destroy_each_others_results_are_refused(first, second, claim):
-    with pytest.raises(ConfigError, match=f"c: callbacks: .*{claim} cannot be had by two"):
+    with pytest.raises(ConfigError, match=f"c: callbacks: .*{claim} can only belong to one"):
         configured_callbacks([first, "early_stop", second], CONFIG_VIEW, "c")
     task: Any = SimpleNamespace(
         rl_callbacks=lambda *given: [one(second)[1]], described="the task toy"

@@ -1,4 +1,4 @@
-"""When a run is taken for one that gets no better."""
+"""When a run counts as no longer improving."""
 
 from typing import Any
 

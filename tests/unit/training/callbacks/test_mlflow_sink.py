@@ -1,4 +1,4 @@
-"""What the sink `mlflow` asks its client for, with a stand-in for it; tests/integration/test_mlflow.py has the client itself.
+"""The calls of the sink `mlflow` to its client, with a stand-in for it; tests/integration/test_mlflow.py has the client itself.
 
 1. no crash makes a second run or sends a metric of a line twice;
 2. a run that the environment names is used;

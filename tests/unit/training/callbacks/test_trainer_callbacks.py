@@ -1,4 +1,4 @@
-"""Callbacks for the Trainer of transformers: what they are given, and what becomes of what they ask."""
+"""Callbacks for the Trainer of transformers: their arguments, and the effect of their requests."""
 
 from typing import Any
 

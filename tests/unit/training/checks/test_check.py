@@ -1,4 +1,4 @@
-"""`groupwise check` on whole tasks: one that is well, and one for each thing that can be wrong."""
+"""`groupwise check` on whole tasks: a correct one, and one for each possible mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judging rewards by what they gave to completions of known worth."""
+"""Judging rewards by their values for completions of known quality."""
 
 from dataclasses import replace
 from types import SimpleNamespace

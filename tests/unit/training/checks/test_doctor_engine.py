@@ -1,4 +1,4 @@
-"""Sampler and learner that are well, and doubles that are broken in one thing each."""
+"""Sampler and learner that work, and doubles with one fault each."""
 
 from __future__ import annotations
 

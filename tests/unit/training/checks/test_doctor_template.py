@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that are well, and ones that are broken in one thing each."""
+"""Tokenizers and chat templates that work, and ones with one fault each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows say: values by prompt, samples that could not be scored, answers for the vote, keys that pair."""
+"""Measures from rows: values by prompt, samples that could not be scored, answers for majority votes, keys that pair."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""`groupwise eval --dry-run`: what would be asked, before any model is loaded."""
+"""`groupwise eval --dry-run`: the prompts and settings, before any model is loaded."""
 
 import json
 from pathlib import Path

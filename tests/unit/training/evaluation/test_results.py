@@ -1,4 +1,4 @@
-"""Result files: named so that any disk takes them, never overwritten, and read with a look at what they are."""
+"""Result files: with names that any disk accepts, never overwritten, and checked when they are read."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Suites asked by a program that does as lighteval does.
+"""Suites with a program that behaves like lighteval.
 
 1. A result says what was found, of what, by whom, how surely; it is written at once and never overwritten.
 2. An answer that did not come is not a wrong answer: the suite fails, and the others are kept.

@@ -8,11 +8,11 @@ from typing import Any
 from groupwise.api.openai_client.response_parsing import Choices, Usage
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.tasks.data.sft import Conversation, teacher_example
-from groupwise.training.generation.asking import Failure
 from groupwise.training.generation.config import read_options
 from groupwise.training.generation.journal import Answers, Journal
 from groupwise.training.generation.prompts import Item
 from groupwise.training.generation.results import Counts, write_results
+from groupwise.training.generation.row_requests import Failure
 
 Given = Mapping[str, Sequence[tuple[str, str | None]]]
 

@@ -1,4 +1,4 @@
-"""What of the rewards can score a service's text, and what is left out because it judges tokens."""
+"""Which rewards can score a service's text, and which are left out because they judge tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `groupwise init` chooses from which facts, and that whatever the user gave stands."""
+"""What `groupwise init` chooses, by which facts, and that values given by the user stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs of TRL, open-r1 and Unsloth become ours, and what is lost is told."""
+"""Configs of TRL, open-r1 and Unsloth become ours, and what is lost is reported."""
 
 from __future__ import annotations
 

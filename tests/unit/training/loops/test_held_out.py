@@ -1,4 +1,4 @@
-"""What evaluations say of reward hacking: a run whose record has training rewards and held-out prompts, by hand."""
+"""Reward hacking that held-out evaluations show, in a run whose record of training rewards and evaluations is written by hand."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from groupwise.training.loops.held_out import HELD_OUT_KEY, announce
 PROMPTS = 8
 
 
-class Course:
-    """Steps with a training reward, and evaluations in which so many of eight prompts are solved."""
+class HeldOutRun:
+    """A run whose steps have a given training reward, and whose evaluations solve a given number of eight prompts."""
 
     def __init__(self, store: Store, **config: Any) -> None:
         self.store = store
-        self.told: list[WarningRecord] = []
-        self.said: list[str] = []
+        self.warnings: list[WarningRecord] = []
+        self.messages: list[str] = []
         self.run: Any = SimpleNamespace(
             signals=Signals(SignalsConfig(**config)),
             folder=SimpleNamespace(store=store),
             callbacks=Callbacks(),
             step=0,
-            warn=self.told.append,
-            say=self.said.append,
+            warn=self.warnings.append,
+            say=self.messages.append,
         )
         store.set_meta({HELD_OUT_KEY: "these"})
 
@@ -42,7 +42,7 @@ class Course:
             self.store.commit_step(step, [], {name: reward})
             self.run.step += 1
 
-    def evaluated(self, solved: int, asked: str = "these", **parts: int) -> EvaluationRecord:
+    def add_evaluation(self, solved: int, asked: str = "these", **parts: int) -> EvaluationRecord:
         """Add an evaluation; `parts` are how many prompts earn 1 by each."""
         rows = [
             {
@@ -61,12 +61,12 @@ class Course:
         self.store.add_evaluation(record)
         return record
 
-    async def announced(self, solved: int, **more: Any) -> None:
-        """Evaluate, and tell of it as the loop does."""
-        record = self.evaluated(solved, **more)
-        await self.again(record)
+    async def evaluate(self, solved: int, **more: Any) -> None:
+        """Add an evaluation and announce it, as the loop does."""
+        record = self.add_evaluation(solved, **more)
+        await self.announce(record)
 
-    async def again(self, record: EvaluationRecord) -> None:
+    async def announce(self, record: EvaluationRecord) -> None:
         result = EvalResult(record.policy, dict(record.metrics), {}, [dict(r) for r in record.rows])
         await announce(self.run, record.name, result)
 
@@ -81,78 +81,78 @@ def store(tmp_path: Path):
 
 
 async def test_held_out_prompts_that_do_worse_while_the_reward_rises(store):
-    course = Course(store)
-    await course.announced(2)
-    course.steps(*RISING)
-    await course.announced(8)
-    course.steps(*RISING)
-    await course.announced(2)
-    (warning,) = course.told
+    run = HeldOutRun(store)
+    await run.evaluate(2)
+    run.steps(*RISING)
+    await run.evaluate(8)
+    run.steps(*RISING)
+    await run.evaluate(2)
+    (warning,) = run.warnings
     assert (warning.step, warning.name, warning.kind) == (18, "held_out", "begins")
     assert "(best reward 1, last reward 0.25, reward then 0.1, reward now 0.7)" in warning.message
     assert store.warnings() == [warning]
-    course.steps(*RISING)
-    await course.announced(2)
-    assert course.told == [warning], "said once"
-    course.steps(*RISING)
-    await course.announced(8)
-    assert [each.kind for each in course.told] == ["begins", "ends"]
-    assert store.warnings() == course.told
+    run.steps(*RISING)
+    await run.evaluate(2)
+    assert run.warnings == [warning], "warned once"
+    run.steps(*RISING)
+    await run.evaluate(8)
+    assert [each.kind for each in run.warnings] == ["begins", "ends"]
+    assert store.warnings() == run.warnings
 
 
 @pytest.mark.parametrize("rewards", [RISING[::-1], [0.5] * 9], ids=["falling", "flat"])
 async def test_a_fall_without_a_rise_is_no_hack(store, rewards):
-    course = Course(store)
-    await course.announced(8)
-    course.steps(*rewards)
-    await course.announced(2)
-    assert course.told == []
+    run = HeldOutRun(store)
+    await run.evaluate(8)
+    run.steps(*rewards)
+    await run.evaluate(2)
+    assert run.warnings == []
 
 
 async def test_an_evaluation_that_a_resume_finds_says_what_it_said(store):
-    course = Course(store)
-    await course.announced(8)
-    course.steps(*RISING)
-    record = course.evaluated(2)
-    await course.again(record)
+    run = HeldOutRun(store)
+    await run.evaluate(8)
+    run.steps(*RISING)
+    record = run.add_evaluation(2)
+    await run.announce(record)
     said = store.warnings()
-    await course.again(record)
+    await run.announce(record)
     assert store.warnings() == said
-    assert len(course.told) == 1
-    anew = Course(store)
-    anew.run.step = 9
-    await anew.again(record)
-    assert (store.warnings(), anew.told) == (said, []), "it stands in the record"
+    assert len(run.warnings) == 1
+    resumed = HeldOutRun(store)
+    resumed.run.step = 9
+    await resumed.announce(record)
+    assert (store.warnings(), resumed.warnings) == (said, []), "it is in the record"
 
 
 @pytest.mark.parametrize("part", ["my_accuracy", "correct", "math_answer"])
 async def test_the_part_that_says_whether_a_task_is_solved_counts(store, part):
     """The held-out reward itself may be hacked as well."""
-    course = Course(store)
-    await course.announced(2, form=2, **{part: 8})
-    course.steps(*RISING)
-    await course.announced(8, form=8, **{part: 2})
-    assert [w.values[f"best rewards/{part}/mean"] for w in course.told] == [1.0]
-    other = Course(store, held_out_metric="reward")
+    run = HeldOutRun(store)
+    await run.evaluate(2, form=2, **{part: 8})
+    run.steps(*RISING)
+    await run.evaluate(8, form=8, **{part: 2})
+    assert [w.values[f"best rewards/{part}/mean"] for w in run.warnings] == [1.0]
+    other = HeldOutRun(store, held_out_metric="reward")
     other.run.step = 9
-    await other.again(store.evaluations()[-1])
+    await other.announce(store.evaluations()[-1])
     assert store.warnings() == [], "another metric says otherwise"
 
 
 async def test_evaluations_that_asked_something_else_do_not_compare(store):
-    course = Course(store)
-    await course.announced(8, asked="others")
-    course.steps(*RISING)
-    await course.announced(2)
-    assert course.told == []
+    run = HeldOutRun(store)
+    await run.evaluate(8, asked="others")
+    run.steps(*RISING)
+    await run.evaluate(2)
+    assert run.warnings == []
 
 
 async def test_rewards_of_chosen_examples_do_not_count_as_a_rise(store):
-    course = Course(store)
-    await course.announced(8)
+    run = HeldOutRun(store)
+    await run.evaluate(8)
     for reward in RISING:
-        step = StepRecord(course.run.step, 0, 0, "", (), 0.1, 0.0)
+        step = StepRecord(run.run.step, 0, 0, "", (), 0.1, 0.0)
         store.commit_step(step, [], {"reward": reward, "reward/fresh": 0.5})
-        course.run.step += 1
-    await course.announced(2)
-    assert course.told == []
+        run.run.step += 1
+    await run.evaluate(2)
+    assert run.warnings == []

@@ -1,4 +1,4 @@
-"""What a step hands to the learner, update by update:
+"""The calls of a step to the learner, update by update:
 
 1. groups without signal have no rows, unless there is a penalty or a bonus, and stay in the denominators;
 2. each update is divided by the groups that it takes;

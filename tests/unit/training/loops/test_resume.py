@@ -1,4 +1,4 @@
-"""Weights that a run begins with, from a checkpoint of a run that goes on meanwhile. tests/integration/test_resume.py has the rest."""
+"""Initial weights from a checkpoint of a run that goes on meanwhile. tests/integration/test_resume.py has the rest."""
 
 from __future__ import annotations
 

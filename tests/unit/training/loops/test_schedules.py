@@ -1,4 +1,4 @@
-"""The free schedule's choice: full steps, nobody too old, nobody left behind, whatever is finished first."""
+"""The free schedule's choice: full steps, no group too old, none left behind, whichever finishes first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.types import Example, Group
 from groupwise.engine.learner.config import TrainingConfig
-from groupwise.training.loops.learning import parts
+from groupwise.training.loops.learning import update_ranges
 from groupwise.training.loops.schedules import choose, fill_step
 
 FRESH = dict.fromkeys(range(6), 0)
@@ -72,6 +72,6 @@ def test_rejected_groups_fill_a_step_that_found_too_few():
 
 def test_every_pass_cuts_the_groups_alike_and_loses_none():
     training = TrainingConfig(prompts_per_step=7, minibatches=3, num_iterations=2)
-    cut = list(parts(7, training))
+    cut = list(update_ranges(7, training))
     assert [list(part) for part in cut] == [[0, 1], [2, 3], [4, 5, 6]] * 2
     assert training.updates_per_step == 6

@@ -1,4 +1,4 @@
-"""Two sides: found from what people name, paired by content, and compared prompt by prompt."""
+"""Two sides: found by their names, paired by content, and compared prompt by prompt."""
 
 import json
 from collections.abc import Mapping, Sequence

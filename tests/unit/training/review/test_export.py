@@ -1,4 +1,4 @@
-"""`groupwise runs export`: what stands in the folder afterwards, and what it never does to the folder before."""
+"""`groupwise runs export`: the contents of the folder, and that files already in it are never damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`groupwise runs import`: what TRL logged is a run that can be looked at."""
+"""`groupwise runs import`: TRL's logged completions become a run that can be looked at."""
 
 from __future__ import annotations
 

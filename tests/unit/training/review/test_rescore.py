@@ -1,4 +1,4 @@
-"""Recorded rollouts judged anew: by a task or by named functions, in workers, without a word written into the record."""
+"""Recorded rollouts scored again: by a task or by named functions, in workers, without changing the record."""
 
 import json
 from pathlib import Path

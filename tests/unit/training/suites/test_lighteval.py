@@ -1,4 +1,4 @@
-"""What lighteval leaves: read whole, or told of."""
+"""lighteval's output: read completely, or its absence is reported."""
 
 from __future__ import annotations
 

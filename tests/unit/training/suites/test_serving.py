@@ -1,4 +1,4 @@
-"""What stands for the words in braces, and how many GPUs a model wants."""
+"""The values of the placeholders in braces, and how many GPUs a model needs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if __name__ == "__main__":
     # Sent to the whole process group; the run decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_package()
-    from groupwise.core.processes.family import MARK, tie_to_parent
+    from groupwise.core.processes.process_tree import MARK, tie_to_parent
 
     tie_to_parent(int(sys.argv[2]), os.environ[MARK])  # it forks: call it before JAX has threads
     from groupwise.engine.backends.tunix.worker.service import serve

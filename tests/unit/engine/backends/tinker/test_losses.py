@@ -1,4 +1,4 @@
-"""What the service is asked to compute is our loss, in value and gradient; what it computed becomes our sums."""
+"""The service is asked to compute our loss, in value and gradient; its results become our sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from groupwise.algorithms.registry import from_spec, make
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import LossSpec, Row
 from groupwise.engine.backends.tinker import losses
-from groupwise.engine.backends.tinker.offer import Offer
+from groupwise.engine.backends.tinker.capabilities import Capabilities
 
 SFT = from_spec(LossSpec("sft"))
 
@@ -115,7 +115,7 @@ def test_other_losses_are_computed_here(name: str, knobs: dict[str, Any]) -> Non
     assert losses.named_loss(make(name, knobs)) is None
 
 
-MEAN = Offer(averages=True)
+MEAN = Capabilities(averages=True)
 
 
 def test_where_a_service_averages_its_mean_is_our_sum() -> None:
@@ -139,7 +139,7 @@ def test_where_a_service_averages_its_mean_is_our_sum() -> None:
 
 
 def test_a_loss_that_the_service_lacks_has_no_name() -> None:
-    few = Offer(losses=frozenset({"cross_entropy", "ppo"}), sets_clips=False)
+    few = Capabilities(losses=frozenset({"cross_entropy", "ppo"}), sets_clips=False)
     assert losses.named_loss(make("cispo", {}), few) is None
     assert losses.named_loss(make("dr_grpo", {}), few) is not None
     assert losses.named_loss(make("dr_grpo", {"epsilon_high": 0.3}), few) is None

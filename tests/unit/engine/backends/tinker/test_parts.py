@@ -1,4 +1,4 @@
-"""Sampler and learner, over a stand-in for the tinker package that writes down what it is asked."""
+"""Sampler and learner, over a stand-in for the tinker package that records its calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from groupwise.core.errors import (
     UsageError,
 )
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
-from groupwise.engine.backends.tinker import offer, saved, service
+from groupwise.engine.backends.tinker import capabilities, saved, service
 from groupwise.engine.backends.tinker.parts import TinkerLearner, TinkerSampler
 from groupwise.engine.backends.tinker.service import Service
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -161,7 +161,7 @@ def _output(data: list[Any]) -> Any:
 def package(monkeypatch: pytest.MonkeyPatch) -> FakePackage:
     fake = FakePackage()
     monkeypatch.setattr(service, "import_package", lambda: fake)
-    monkeypatch.setattr(offer, "read_schema", lambda _: {})
+    monkeypatch.setattr(capabilities, "read_schema", lambda _: {})
     monkeypatch.setenv("TINKER_API_KEY", "gw-secret")
     return fake
 
@@ -271,7 +271,9 @@ async def test_older_releases_of_the_package_return_clients(
 async def test_a_service_that_samples_loaded_models_alone_is_given_the_state(
     package: FakePackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offer, "read_schema", lambda _: {"info": {"title": offer.SKYRL}})
+    monkeypatch.setattr(
+        capabilities, "read_schema", lambda _: {"info": {"title": capabilities.SKYRL}}
+    )
     weights = saved.SavedWeights(base_model="tiny", state="tinker://m/weights/x", sampler="tinker://m/x")  # fmt: skip
     saved.write(weights, tmp_path)
     sampler = TinkerSampler(connected(), FakeTokenizer(), {})

@@ -1,4 +1,4 @@
-"""The file that stands for weights of a service in a run's folders."""
+"""The file that represents weights of a service in a run's folders."""
 
 from __future__ import annotations
 

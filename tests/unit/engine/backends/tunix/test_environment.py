@@ -1,4 +1,4 @@
-"""Where Tunix's environment is, and what is said where it is not."""
+"""The location of Tunix's environment, and the messages if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models are given to Tunix, and which are refused because it would make others of them, or read other numbers."""
+"""Which models Tunix gets, and which are refused because Tunix would compute another model or read other numbers."""
 
 from __future__ import annotations
 

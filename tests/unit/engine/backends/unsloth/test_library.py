@@ -1,4 +1,4 @@
-"""The port to Unsloth: what is asked of it, and what people are told where it cannot be used."""
+"""The interface to Unsloth: the calls of it, and the messages if it cannot be used."""
 
 from __future__ import annotations
 

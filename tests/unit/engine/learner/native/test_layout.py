@@ -1,4 +1,4 @@
-"""Rows on one axis: every token that must be computed stands there once, and each knows what it follows."""
+"""Rows on one axis: every token that must be computed occurs once, and each knows which token it follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernels can be used, and how they round; where they cannot, the reason is told and transformers' modules compute."""
+"""Where the kernels can be used, and how they round; elsewhere the reason is logged and transformers' modules compute."""
 
 from __future__ import annotations
 

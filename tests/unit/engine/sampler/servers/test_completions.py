@@ -130,7 +130,7 @@ def test_stop_texts_with_min_tokens_are_not_sent_to_vllm():
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        (SamplingParams(4, temperature=0.005), "temperature is 0.005, but vLLM samples at 0.01"),
+        (SamplingParams(4, temperature=0.005), "temperature is 0.005, but vLLM raises it to 0.01"),
         (SamplingParams(4, top_p=0.9, min_p=0.1), "vLLM applies min_p first"),
         (SamplingParams(4, stop_token_ids=(2,), min_tokens=2), r"own end of text \(1\)"),
     ],

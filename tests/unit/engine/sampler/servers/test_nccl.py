@@ -1,4 +1,4 @@
-"""What NCCL is called with, and that no wait is without end: a library in its place, which accepts a call at the second look."""
+"""The arguments of calls of NCCL, and that no wait is without end: a stand-in library that completes a call at the second poll."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of two explanations of a server's answers the nearer one is told, if the noise of rounding cannot be mistaken for it."""
+"""Of two explanations of a server's answers the more likely one is reported, unless rounding could explain both."""
 
 import random
 

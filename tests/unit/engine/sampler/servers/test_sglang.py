@@ -1,4 +1,4 @@
-"""SGLang's servers behind the port of vLLM's: adapters, drawing, a server that is started anew, and answers that are none."""
+"""SGLang's servers behind the same interface as vLLM's: adapters, sampling, a restarted server, and unusable answers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_stop_tokens_take_effect_and_stop_texts_not_too_early() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"processing": LogitsProcessing(presence_penalty=1.0)}, "cannot be had with .* sglang"),
+        ({"processing": LogitsProcessing(presence_penalty=1.0)}, "not supported with .* sglang"),
         ({"min_tokens": 2, "stop_token_ids": (5,)}, "SGLang withholds the tokenizer's own end"),
     ],
 )

@@ -43,7 +43,7 @@ from groupwise.jobs.fleet.states import (
 )
 from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.answers import ExitRecord, RunnerState
-from groupwise.jobs.hosts.port import Request, RunnerRefused
+from groupwise.jobs.hosts.host import Request, RunnerRefused
 from tests.fake_hosts import FakeHost, FakeHosts, Script
 from tests.history_checker import violations
 from tests.in_process_fleet import NoJitter

@@ -1,4 +1,4 @@
-"""One long poll for each machine: who is told what, and whose deadman is kept quiet."""
+"""One long poll for each machine: which listeners it notifies, and which deadmen it keeps from expiring."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.attempts.watching import MachineWatch, PollTiming
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import Request
+from groupwise.jobs.hosts.host import Request
 from tests.fake_hosts import FakeHosts, Script
 
 QUICK = PollTiming(poll=5.0, first=0.005, longest=0.01)

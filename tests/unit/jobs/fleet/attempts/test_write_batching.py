@@ -1,4 +1,4 @@
-"""Transactions that share one: nobody suffers for another, and nobody is half done."""
+"""Transactions that share one commit: no write fails because of another, and none is half done."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts import driver, fetching
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import HostUnreachable, RunnerResponse
+from groupwise.jobs.hosts.host import HostUnreachable, RunnerResponse
 from groupwise.jobs.hosts.spec import Limits
 from tests.disks import fill, small_disk
 from tests.unit.jobs.fleet.work_folder import JOB, WorkFolder, begin

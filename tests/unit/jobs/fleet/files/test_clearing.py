@@ -1,4 +1,4 @@
-"""What nobody names goes, what somebody names stays, and a crash at any instant changes nothing of that."""
+"""Files that nothing refers to are removed, others stay, and a crash at any instant changes nothing of that."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Lines of logs on their way to whoever gathers them: each at least once, none before its end is there."""
+"""Shipping of log lines: each at least once, none before it is complete."""
 
 import asyncio
 import contextlib

@@ -19,7 +19,7 @@ from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Attempt, Checkpoint, Event
 from groupwise.jobs.hosts.files import SPARED_MARKED, BlobStore
-from groupwise.jobs.hosts.port import RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.host import RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry
 from tests.unit.jobs.fleet.work_folder import WorkFolder, begin
 

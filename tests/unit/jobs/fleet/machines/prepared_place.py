@@ -1,4 +1,4 @@
-"""A machine that is prepared in tests: by its real runner, with a program that plays Python and pip there."""
+"""A machine that tests prepare by its real runner, with a program in place of Python and pip."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from groupwise.jobs.fleet.machines.packing import Packed
 from groupwise.jobs.fleet.machines.plans import Plan
 from groupwise.jobs.fleet.machines.prepare import Prepared, prepare
 from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.host import Host
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import Host
-from tests.unit.jobs.fleet.machines.builder_desk import Desk
+from tests.unit.jobs.fleet.machines.build_folder import BuildFolder
 
 PLAN = Plan(Packed("1.0", b"a wheel"), Lock(("six==1.17.0",)), time_seconds=60.0)
 
@@ -21,7 +21,7 @@ class Place:
 
     def __init__(self, folder: Path, host: Host | None = None, **columns: Any) -> None:
         """`host`: how the machine is reached, and `columns` its row, where it is not this one."""
-        self.desk = Desk(folder)
+        self.builds = BuildFolder(folder)
         self.vm = folder / "vm"
         self.store = BlobStore(folder / "blobs")
         self.host = host or LocalHost()
@@ -30,7 +30,7 @@ class Place:
 
     def plan(self, **more: Any) -> Plan:
         about: dict[str, Any] = {"lock": PLAN.lock, "time_seconds": 60.0, **more}
-        return Plan(PLAN.packed, pythons=(str(self.desk.python),), **about)
+        return Plan(PLAN.packed, pythons=(str(self.builds.python),), **about)
 
     async def prepare(self, plan: Plan | None = None, host: Host | None = None) -> Prepared:
         plan = plan or self.plan()

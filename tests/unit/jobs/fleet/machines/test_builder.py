@@ -1,4 +1,4 @@
-"""What is done on the machine, with a program that plays Python and pip: no half of an environment is ever taken for whole."""
+"""The builder on the machine, with a program in place of Python and pip: half an environment is never used as a whole one."""
 
 import ast
 import fcntl
@@ -18,20 +18,22 @@ import pytest
 from groupwise.jobs.fleet.machines import builder
 from groupwise.jobs.fleet.machines.builder import MARKER, PRUNE_AFTER_SECONDS, Order, Pip, users_of
 from tests.processes import wait_until
-from tests.unit.jobs.fleet.machines.builder_desk import NAME, Desk
+from tests.unit.jobs.fleet.machines.build_folder import NAME, BuildFolder
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
+def builds(tmp_path: Path) -> Iterator[BuildFolder]:
+    made = BuildFolder(tmp_path)
     yield made
     made.close()
 
 
-def test_pip_gets_groupwise_first_and_never_by_name(desk: Desk) -> None:
-    said = desk.build(wheels=["own-1-py3-none-any.whl"], hashed=True, index_url="https://i/simple")
-    assert f"installing with https://i/simple in {desk.place}.tmp" in said["log"]
-    installs = [call for call in desk.calls() if "pip install" in call]
+def test_pip_gets_groupwise_first_and_never_by_name(builds: BuildFolder) -> None:
+    said = builds.build(
+        wheels=["own-1-py3-none-any.whl"], hashed=True, index_url="https://i/simple"
+    )
+    assert f"installing with https://i/simple in {builds.place}.tmp" in said["log"]
+    installs = [call for call in builds.calls() if "pip install" in call]
     assert installs == [
         "-m pip install --no-index --no-deps wheels/groupwise-1.0-py3-none-any.whl",
         "-m pip install -r lock.txt --require-hashes",
@@ -39,27 +41,27 @@ def test_pip_gets_groupwise_first_and_never_by_name(desk: Desk) -> None:
     ]
 
 
-def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(desk: Desk) -> None:
-    mark = desk.folder / "installing"
-    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
-    process = desk.begin()
+def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(builds: BuildFolder) -> None:
+    mark = builds.folder / "installing"
+    builds.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
+    process = builds.begin()
     wait_until(mark.exists)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    (desk.place / "left").touch()
-    assert not (desk.place / MARKER).exists()
-    desk.behaves("")
-    assert desk.build()["made"] is True
-    assert not (desk.place / "left").exists()
+    (builds.place / "left").touch()
+    assert not (builds.place / MARKER).exists()
+    builds.behaves("")
+    assert builds.build()["made"] is True
+    assert not (builds.place / "left").exists()
 
 
-def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
-    mark, go_on = desk.folder / "installing", desk.folder / "go-on"
+def test_the_second_of_two_waits_and_finds_it_made(builds: BuildFolder) -> None:
+    mark, go_on = builds.folder / "installing", builds.folder / "go-on"
     wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
-    desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
-    first = desk.begin()
+    builds.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
+    first = builds.begin()
     wait_until(mark.exists)
-    second = desk.begin()
+    second = builds.begin()
     assert second.stdout is not None
     assert "made by another" in second.stdout.readline()
     wait_until(lambda: waits_for_a_lock(second.pid))
@@ -68,7 +70,7 @@ def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
     first.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0)
     assert "it is there already" in log
-    assert sum("-m venv" in call for call in desk.calls()) == 1
+    assert sum("-m venv" in call for call in builds.calls()) == 1
 
 
 def waits_for_a_lock(pid: int) -> bool:
@@ -79,15 +81,15 @@ def waits_for_a_lock(pid: int) -> bool:
     return str(pid) in [line[5] for line in waiting]
 
 
-def test_a_pip_that_outlives_its_builder_keeps_the_lock(desk: Desk) -> None:
+def test_a_pip_that_outlives_its_builder_keeps_the_lock(builds: BuildFolder) -> None:
     """The builder is killed, a pip that it has started is not."""
-    mark = desk.folder / "installing"
-    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
-    process = desk.begin()
+    mark = builds.folder / "installing"
+    builds.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
+    process = builds.begin()
     wait_until(mark.exists)
     process.kill()
     process.wait()
-    lock = os.open(desk.environments / f"{NAME}.lock", os.O_RDWR)
+    lock = os.open(builds.environments / f"{NAME}.lock", os.O_RDWR)
     with pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.killpg(process.pid, signal.SIGKILL)
@@ -96,28 +98,28 @@ def test_a_pip_that_outlives_its_builder_keeps_the_lock(desk: Desk) -> None:
     process.communicate()
 
 
-def test_a_broken_environment_is_built_again(desk: Desk) -> None:
-    desk.build()
-    (desk.place / "bin" / "python").unlink()
-    (desk.place / "left").touch()
-    assert desk.build()["made"] is True
-    assert not (desk.place / "left").exists()
+def test_a_broken_environment_is_built_again(builds: BuildFolder) -> None:
+    builds.build()
+    (builds.place / "bin" / "python").unlink()
+    (builds.place / "left").touch()
+    assert builds.build()["made"] is True
+    assert not (builds.place / "left").exists()
 
 
-def test_but_not_under_a_process_that_uses_it(desk: Desk) -> None:
-    desk.build()
-    (desk.place / "bin" / "python").unlink()
-    with _user_of(desk.place) as pid:
-        said = desk.build()
+def test_but_not_under_a_process_that_uses_it(builds: BuildFolder) -> None:
+    builds.build()
+    (builds.place / "bin" / "python").unlink()
+    with _user_of(builds.place) as pid:
+        said = builds.build()
     assert f"(pid {pid})" in said["problem"]
-    assert (desk.place / MARKER).exists()
+    assert (builds.place / MARKER).exists()
 
 
-def test_secrets_are_taken_out_of_what_pip_says(desk: Desk) -> None:
-    desk.behaves(
+def test_secrets_are_taken_out_of_what_pip_says(builds: BuildFolder) -> None:
+    builds.behaves(
         'case "$*" in *"-r lock.txt"*) echo "hush-hush and https://me:pass@x/simple";; esac'
     )
-    said = desk.build(secrets=["SECRET_URL"])
+    said = builds.build(secrets=["SECRET_URL"])
     assert "hush" not in said["log"]
     assert "pass" not in said["log"]
     assert "**** and https://****@x/simple" in said["log"]
@@ -139,37 +141,39 @@ class _user_of:
         self._process.communicate()
 
 
-def test_only_unused_environments_that_are_not_kept_are_removed(desk: Desk) -> None:
+def test_only_unused_environments_that_are_not_kept_are_removed(builds: BuildFolder) -> None:
     names = ["1" * 20, "2" * 20, "3" * 20, "4" * 20]
     for name in names:
-        _old_environment(desk, name)
-    (desk.environments / "builds").mkdir()
-    lock = os.open(desk.environments / f"{names[3]}.lock", os.O_RDWR | os.O_CREAT)
+        _old_environment(builds, name)
+    (builds.environments / "builds").mkdir()
+    lock = os.open(builds.environments / f"{names[3]}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with _user_of(desk.environments / names[1]):
-        said = desk.build(prune=True, keep=[names[0]])
+    with _user_of(builds.environments / names[1]):
+        said = builds.build(prune=True, keep=[names[0]])
     os.close(lock)
     assert (said["removed"], said["used"]) == ([names[2]], [names[1]])
-    there = {path.name for path in desk.environments.iterdir() if path.is_dir()}
+    there = {path.name for path in builds.environments.iterdir() if path.is_dir()}
     assert there == {names[0], names[1], names[3], "builds"}
 
 
-def _old_environment(desk: Desk, name: str) -> None:
-    (desk.environments / name).mkdir(parents=True)
-    (desk.environments / name / MARKER).touch()
-    os.utime(desk.environments / name / MARKER, (0, 0))
+def _old_environment(builds: BuildFolder, name: str) -> None:
+    (builds.environments / name).mkdir(parents=True)
+    (builds.environments / name / MARKER).touch()
+    os.utime(builds.environments / name / MARKER, (0, 0))
 
 
-def test_a_new_or_found_environment_is_not_removed_before_a_row_names_it(desk: Desk) -> None:
+def test_a_new_or_found_environment_is_not_removed_before_a_row_names_it(
+    builds: BuildFolder,
+) -> None:
     """Who has prepared a machine with it has yet to write that down."""
-    desk.build()
-    assert desk.build(prune=True)["removed"] == []
-    os.utime(desk.place / MARKER, (0, 0))
-    desk.build()  # it is found
-    said = desk.build(prune=True)
+    builds.build()
+    assert builds.build(prune=True)["removed"] == []
+    os.utime(builds.place / MARKER, (0, 0))
+    builds.build()  # it is found
+    said = builds.build(prune=True)
     assert (said["removed"], said["used"], said["recent"]) == ([], [], [NAME])
     later = time.time() + 2 * PRUNE_AFTER_SECONDS
-    assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
+    assert builds.build(prune=True, asked_at=later)["removed"] == [NAME]
 
 
 def test_processes_that_have_mapped_files_of_a_folder_count_as_its_users(tmp_path: Path) -> None:
@@ -206,7 +210,7 @@ def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.Mon
 # A survey
 
 
-def test_a_survey_says_what_pip_would_fetch_and_changes_nothing(desk: Desk) -> None:
+def test_a_survey_says_what_pip_would_fetch_and_changes_nothing(builds: BuildFolder) -> None:
     machine, asked, logins = os.uname().machine, list[str](), set[str | None]()
     needs = (
         f'nvidia-x-cu13==13.1; platform_system == "Linux" and platform_machine == "{machine}"',
@@ -246,11 +250,11 @@ def test_a_survey_says_what_pip_would_fetch_and_changes_nothing(desk: Desk) -> N
         def log_message(self, format: str, *args: object) -> None: ...
 
     releases = {"torch": "2.1.0", "numpy": "2.0", "six": "1.17.0", "not-there": "1"}
-    before = sorted(desk.folder.rglob("*"))
+    before = sorted(builds.folder.rglob("*"))
     with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://me:word@127.0.0.1:{server.server_port}/simple"
-        order = Order(desk.order(releases=releases, index_url=url))
+        order = Order(builds.order(releases=releases, index_url=url))
         found = builder.survey(order)
         server.shutdown()
     assert found["files"] == {
@@ -259,18 +263,22 @@ def test_a_survey_says_what_pip_would_fetch_and_changes_nothing(desk: Desk) -> N
         "six-1.17.0.tar.gz": 7,
         f"nvidia_x_cu13-13.1-py3-none-manylinux_{machine}.whl": 2000,
     }
-    assert (found["made"], found["python"], found["version"]) == (False, str(desk.python), "3.12.1")
+    assert (found["made"], found["python"], found["version"]) == (
+        False,
+        str(builds.python),
+        "3.12.1",
+    )
     assert "triton" not in asked
     assert logins == {"Basic bWU6d29yZA=="}  # me:word
     no_port = "http://me:word@127.0.0.1/simple"
-    unreachable = builder.survey(Order(desk.order(releases=releases, index_url=no_port)))
+    unreachable = builder.survey(Order(builds.order(releases=releases, index_url=no_port)))
     assert (unreachable["files"], "word" in json.dumps(unreachable)) == ({}, False)
     assert unreachable["unknown"]
-    hidden = builder.survey(Order(desk.order(releases=releases, secrets=["PIP_INDEX_URL"])))
+    hidden = builder.survey(Order(builds.order(releases=releases, secrets=["PIP_INDEX_URL"])))
     assert (hidden["files"], "secret" in hidden["unknown"]) == ({}, True)
-    assert set(desk.folder.rglob("*")) - {desk.folder / "calls"} == {*before}
-    desk.behaves('case "$*" in *ensurepip*) exit 1 ;; esac')
-    assert "python3-venv" in builder.survey(Order(desk.order(offline=True)))["problem"]
+    assert set(builds.folder.rglob("*")) - {builds.folder / "calls"} == {*before}
+    builds.behaves('case "$*" in *ensurepip*) exit 1 ;; esac')
+    assert "python3-venv" in builder.survey(Order(builds.order(offline=True)))["problem"]
     assert (
-        "none of these is there" in builder.survey(Order(desk.order(pythons=["gone"])))["problem"]
+        "none of these is there" in builder.survey(Order(builds.order(pythons=["gone"])))["problem"]
     )

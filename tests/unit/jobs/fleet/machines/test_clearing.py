@@ -1,4 +1,4 @@
-"""What is cleared away on machines, when, and what never is."""
+"""What is removed on machines, when, and what never is."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Locks: read off an installation that a test makes up, and from files."""
+"""Locks: made from an invented installation, and read from files."""
 
 import json
 from collections.abc import Iterator

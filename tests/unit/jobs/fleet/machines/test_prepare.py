@@ -1,4 +1,4 @@
-"""A machine is prepared: by the real runner on this machine, with a program that plays Python and pip there."""
+"""A machine is prepared by the real runner on this machine, with a program in place of Python and pip."""
 
 import asyncio
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.machines import prepare as preparing
-from groupwise.jobs.hosts.port import Host, HostUnreachable, Request, RunnerResponse
+from groupwise.jobs.hosts.host import Host, HostUnreachable, Request, RunnerResponse
 from tests.processes import wait_until_async
 from tests.unit.jobs.fleet.machines.prepared_place import Place
 
@@ -37,9 +37,9 @@ async def test_the_fleet_does_not_take_it_for_a_stranger(place: Place) -> None:
 
 
 async def test_two_at_once_make_it_once(place: Place) -> None:
-    mark, go_on = place.desk.folder / "installing", place.desk.folder / "go-on"
+    mark, go_on = place.builds.folder / "installing", place.builds.folder / "go-on"
     wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
-    place.desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
+    place.builds.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
     first = asyncio.create_task(place.prepare())
     await wait_until_async(mark.exists)
     second = asyncio.create_task(place.prepare())
@@ -47,7 +47,7 @@ async def test_two_at_once_make_it_once(place: Place) -> None:
     go_on.touch()
     one, two = await asyncio.gather(first, second)
     assert one == two
-    assert sum("-m venv" in call for call in place.desk.calls()) == 1
+    assert sum("-m venv" in call for call in place.builds.calls()) == 1
 
 
 class Cut:

@@ -1,4 +1,4 @@
-"""What people do with jobs.
+"""Operations on jobs.
 
 1. A change and its event are one; a change that is refused leaves neither.
 2. Whatever is asked twice is the same as once.

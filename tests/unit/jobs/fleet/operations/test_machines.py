@@ -1,4 +1,4 @@
-"""What people do with machines: every change is told of, done twice it is the same, and an impossible one says what to do instead."""
+"""Operations on machines: every change makes an event, repeating it changes nothing, and an impossible one says what to do instead."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Submissions, and what is cleared away."""
+"""Submissions, and pruning."""
 
 from typing import Any
 

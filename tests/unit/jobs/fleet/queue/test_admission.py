@@ -1,4 +1,4 @@
-"""The way into the queue, for requests and for rows written by hand.
+"""Admission to the queue, of requests and of rows written by hand.
 
 1. Both end the same: queued with command, needs, shape and rank; or failed, with every reason at once.
 2. The same request under one key or id gives one job.

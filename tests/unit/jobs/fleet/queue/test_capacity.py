@@ -1,4 +1,4 @@
-"""What is free, who is woken when that changes, and why a job waits.
+"""Free capacity, which pending jobs are woken when it changes, and why a job waits.
 
 1. Whoever can begin is woken by whatever makes it possible: a release, a machine, a quota, the end of another job.
 2. Nobody else is woken: it is asked by shape, not by job.

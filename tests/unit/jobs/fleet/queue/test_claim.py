@@ -1,4 +1,4 @@
-"""Jobs from the queue onto machines, one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
+"""Claims of jobs, by one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
 
 import json
 import random

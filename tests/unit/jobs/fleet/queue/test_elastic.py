@@ -1,4 +1,4 @@
-"""What stands behind a machine: read from a row that people may write, and compared with what a job asks for."""
+"""The scheduler of a machine: read from a row that people may write, and compared with a job's request."""
 
 import json
 from typing import Any

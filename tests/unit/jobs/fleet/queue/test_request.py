@@ -1,4 +1,4 @@
-"""What a submitter may say, and what is said to one who says it wrongly."""
+"""The fields of a request, and the messages for wrong ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a job needs, in the words of people and as JSON."""
+"""A job's resources, as people write them and as JSON."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is SQLite's own about transactions: other processes that write, files that are none, a disk that fails."""
+"""Transactions that are special to SQLite: other processes that write, files that are no databases, a disk that fails."""
 
 import sqlite3
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What happened, in order. Who commits late is in `tests/integration/fleet/test_events.py`."""
+"""Events in order. Late commits are in `tests/integration/fleet/test_events.py`."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def test_readers_continue_where_they_were(database: Database) -> None:
 
 def test_gathered_events_are_written_in_order(database: Database) -> None:
     def several(session: Session) -> None:
-        with events.gathering(session):
+        with events.batch(session):
             for n in range(3):
                 happens(job_id=f"j{n}", detail={"n": n})(session)
         happens(job_id="j3")(session)

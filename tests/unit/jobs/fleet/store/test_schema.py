@@ -1,4 +1,4 @@
-"""How a database gets its tables, and who is told that it has others."""
+"""How a database gets its tables, and the errors if it has others."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a package of verifiers is told that was written for another of its interfaces; `integration/environments` plays in real ones."""
+"""The message for a package of verifiers that was written for another of its interfaces; `integration/environments` plays in real ones."""
 
 import importlib
 import sys

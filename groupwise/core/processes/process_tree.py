@@ -1,4 +1,4 @@
-"""Ends a worker with everything that it started, and ends a process together with its parent.
+"""Kills a worker with its whole process tree, and ends a process together with its parent.
 
 A worker leads its own process group, so one signal reaches everything that it forked. A process that left the group (`setsid`, daemons)
 is found on Linux by a marker in its environment, which children inherit. Not covered: a process that left the group *and*
@@ -36,14 +36,14 @@ _ROUNDS = 20
 """How often the process table is searched again for processes started meanwhile."""
 
 
-def end_family(leader: int, mark: str) -> None:
+def kill_process_tree(leader: int, mark: str) -> None:
     """Kill the process group of `leader` (not yet reaped) and every process with this `mark`."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    end_marked(mark)
+    kill_marked(mark)
 
 
-def end_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill every process with this `mark`, except this one."""
     for _ in range(_ROUNDS):
         marker, own_id = f"{MARK}={mark}".encode(), str(os.getpid())
@@ -108,7 +108,7 @@ def tie_to_parent(parent: int, mark: str) -> None:
             signal_when_parent_ends(signal.SIGTERM, guarded)
             signal.sigwait({signal.SIGTERM})
         finally:
-            end_marked(mark)
+            kill_marked(mark)
             os._exit(0)
     os.setpgid(guard, guard)  # the guard must outlive the group that is killed
     signal_when_parent_ends(signal.SIGKILL, parent)

@@ -1,4 +1,4 @@
-"""One draw: samples a group for its example with the served policy, and scores it.
+"""Samples the group of one draw with the served policy, scores it, and loads weights into the sampler.
 
 Sampling and scoring are separate functions, because the sampler may load other weights as soon as all completions are sampled, while
 rewards may take longer.
@@ -58,9 +58,9 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:
-    """Score the group, shape its rewards as the algorithm requires, and add what a teacher says of it.
+    """Score the group, shape its rewards as the algorithm requires, and add what the teacher contributes.
 
-    Reward functions receive `step`, at which it was drawn.
+    Reward functions receive `step`, at which it was sampled.
     """
     if group.again is not None:
         return group
@@ -72,7 +72,7 @@ async def score(run: TaskRun, group: Group, step: int) -> Group:
 
 
 def check_served(policy: Policy, group: Group) -> None:
-    """Raise `PolicyMismatchError` if a policy segment was drawn by weights other than those of `policy`."""
+    """Raise `PolicyMismatchError` if a policy segment was sampled by weights other than those of `policy`."""
     for rollout in group.rollouts:
         for segment in rollout.segments:
             identity = (segment.policy_version, segment.fingerprint)
@@ -91,7 +91,7 @@ async def load_policy(run: Run, policy: Policy) -> None:
 
 
 async def load_into_sampler(run: Run, policy: Policy) -> None:
-    """See `load_policy`; the caller makes sure that nothing is being sampled. Raises PolicyMismatchError."""
+    """See `load_policy`; the caller ensures that nothing is being sampled. Raises PolicyMismatchError."""
     started_at = time.perf_counter()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:
@@ -103,7 +103,7 @@ async def load_into_sampler(run: Run, policy: Policy) -> None:
     run.timings.publishing += time.perf_counter() - started_at
 
 
-async def rest_sampler(run: Run) -> None:
-    """Let the sampler leave the device to the learner, if they share one."""
+async def release_sampler_memory(run: Run) -> None:
+    """Let the sampler release its memory while the learner computes, if they share a device."""
     if isinstance(run.sampler, SharesDevice):
-        await run.sampler.rest()
+        await run.sampler.release_memory()

@@ -1,8 +1,8 @@
 """Algorithms in a user's own file: `algorithm.type: my_file.py:Mine`.
 
 The class is a frozen dataclass that derives from an algorithm here, or from `group_relative.GroupRelative`. Its fields are its knobs, and
-it has the same methods as ours. Its name is the full path of its file with the class, so that a process that gets only a `LossSpec` finds
-it.
+it has the same methods as the built-in ones. Its name is the full path of its file with the class, so that a process that gets only a
+`LossSpec` finds it.
 
 A process keeps the class that it has loaded: a file that is edited while a run goes on changes nothing in it. Only a new config looks at
 the file again.
@@ -26,12 +26,12 @@ _loaded: dict[str, tuple[str, type[GroupRelative]]] = {}
 """The classes that were loaded, by their full name, each with the digest of its file."""
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """True if a name is that of a class in a file, `path/to/file.py:Class`."""
     return _OWN.fullmatch(name) is not None
 
 
-def load_own(name: str, *, again: bool = False) -> type[GroupRelative]:
+def load_custom(name: str, *, again: bool = False) -> type[GroupRelative]:
     """The class of that name. With `again`, the file is loaded once more if it was changed. Raises TaskError if it is not usable."""
     file, _, attribute = name.rpartition(":")
     full_name = f"{Path(file).expanduser().resolve()}:{attribute}"
@@ -51,9 +51,9 @@ def file_digest(name: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def refuse_own(name: object) -> None:
-    """Raise UsageError for a class in a file: what a client names is not run by a server."""
-    if isinstance(name, str) and is_own(name):
+def refuse_custom(name: object) -> None:
+    """Raise UsageError for a class in a file: a server runs no code that a client names."""
+    if isinstance(name, str) and is_custom(name):
         raise UsageError(
             f"algorithm.type is {name}, a class in a file, and a training server runs no code that a client names. Train without "
             f"a server, or take one of its own algorithms."

@@ -1,4 +1,4 @@
-"""A machine's side of `vm prepare` for tests: a working folder, and a program that plays Python, venv and pip, quickly."""
+"""A machine's side of `vm prepare` for tests: a working folder, and a fast program in place of Python, venv and pip."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ esac
 """
 
 
-class Desk:
+class BuildFolder:
     """A working folder with its order, and a Python that does what a test wants."""
 
     def __init__(self, folder: Path) -> None:

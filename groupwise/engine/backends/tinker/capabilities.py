@@ -1,4 +1,4 @@
-"""What a Tinker service computes, as far as services differ: most say nothing of it, and are taken to do what Tinker's documents say.
+"""What a Tinker service computes, as far as services differ: most do not report it, and are assumed to do what Tinker's documentation says.
 
 SkyRL's server publishes the schema of its bodies (`/openapi.json`), which names its losses and the fields that it reads. It is known by the
 title of that document. Its engine `jax` divides the loss of a datum by the sum of its weights, 1 for each target where a loss has none, and
@@ -36,7 +36,7 @@ TIMEOUT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Capabilities:
     """The losses and options that a service has."""
 
     name: str = "The service"
@@ -45,7 +45,7 @@ class Offer:
     """`ppo` takes bounds of the ratio; False: it always has `USUAL_CLIP`."""
     averages: bool = False
     """Losses are means over targets and datums, as SkyRL's engine `jax` makes them; False: sums."""
-    tells_reduction: bool = True
+    knows_reduction: bool = True
     """False: whether it averages must be said in `model.loss_reduction`."""
     clips_gradients: bool = True
     chooses_layers: bool = True
@@ -62,9 +62,9 @@ class Offer:
         return self.sets_clips or loss != "ppo" or tuple(settings.values()) == USUAL_CLIP
 
 
-def offer_of(model: ModelConfig, url: str | None) -> Offer:
-    """The offer of the service at this URL; None: the service of the tinker package."""
-    return described({} if url is None else read_schema(url), model.loss_reduction)
+def capabilities_of(model: ModelConfig, url: str | None) -> Capabilities:
+    """The capabilities of the service at this URL; None: the service of the tinker package."""
+    return capabilities_from({} if url is None else read_schema(url), model.loss_reduction)
 
 
 @cache
@@ -78,18 +78,18 @@ def read_schema(url: str) -> dict[str, Any]:
     return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
 
 
-def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:
-    """The offer of a service with this schema. `reduction` is `model.loss_reduction`."""
+def capabilities_from(schema: Mapping[str, Any], reduction: str | None) -> Capabilities:
+    """The capabilities of a service with this schema. `reduction` is `model.loss_reduction`."""
     if schema.get("info", {}).get("title") != SKYRL:
-        return Offer(averages=reduction == "mean")
+        return Capabilities(averages=reduction == "mean")
     losses = _fields(schema, "ForwardBackwardInput").get("loss_fn", {}).get("enum", ())
-    return Offer(
+    return Capabilities(
         name="SkyRL's server",
         losses=frozenset(LOSSES.values()) & frozenset(losses),
         # Its releases without cispo read no bounds.
         sets_clips="cispo" in losses,
         averages=reduction == "mean",
-        tells_reduction=reduction is not None,
+        knows_reduction=reduction is not None,
         clips_gradients="grad_clip_norm" in _fields(schema, "AdamParams"),
         chooses_layers="train_attn" in _fields(schema, "LoRAConfig"),
         samples_unloaded=False,
@@ -102,27 +102,27 @@ def _fields(schema: Mapping[str, Any], body: str) -> Mapping[str, Any]:
     return schema.get("components", {}).get("schemas", {}).get(body, {}).get("properties", {})
 
 
-def check(config: Any, offer: Offer) -> None:
+def check(config: Any, capabilities: Capabilities) -> None:
     """Raise UsageError with all keys of a `RunConfig` or `SftConfig` that cannot have an effect at this service."""
-    conflicts = [*_conflicts(config, offer)]
+    conflicts = [*_conflicts(config, capabilities)]
     if conflicts:
         raise UsageError("\n".join(conflicts))
 
 
-def _conflicts(config: Any, offer: Offer) -> Iterator[str]:
-    if not offer.tells_reduction:
+def _conflicts(config: Any, capabilities: Capabilities) -> Iterator[str]:
+    if not capabilities.knows_reduction:
         yield (
-            f"model.loss_reduction is needed with {offer.name}, which does not tell how it adds up a loss: mean with its engine jax "
+            f"model.loss_reduction is needed with {capabilities.name}, which does not tell how it adds up a loss: mean with its engine jax "
             "(--backend jax), sum with its engines fsdp and megatron."
         )
     norm = config.training.max_grad_norm
-    if norm is not None and not offer.clips_gradients:
+    if norm is not None and not capabilities.clips_gradients:
         yield (
-            f"training.max_grad_norm is {norm:g}, but {offer.name} clips no gradients. Set training.max_grad_norm to null; "
+            f"training.max_grad_norm is {norm:g}, but {capabilities.name} clips no gradients. Set training.max_grad_norm to null; "
             "the norm is still recorded where the service reports it."
         )
     layers = config.lora.target_modules
-    if layers != "all-linear" and not offer.chooses_layers:
+    if layers != "all-linear" and not capabilities.chooses_layers:
         yield (
-            f"lora.target_modules is {layers}, but {offer.name} always adapts attention and MLP. Leave it out."
+            f"lora.target_modules is {layers}, but {capabilities.name} always adapts attention and MLP. Leave it out."
         )

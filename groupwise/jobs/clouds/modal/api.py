@@ -1,7 +1,7 @@
 """The interface to Modal: the calls that we make, and no others. `live.py` calls the real Modal; `tests/fake_modal.py` imitates it.
 
-Modal runs functions in containers that it creates. We have two functions. The coordinator (`coordinator.py`, function `desk`) never runs
-more than once at a time. The worker (`worker.py`, function `work`) gets one call for each stint of a job, with the GPU, the time limit
+Modal runs functions in containers that it creates. We have two functions. The coordinator (`coordinator.py`, function `coordinate`) never
+runs more than once at a time. The worker (`worker.py`, function `work`) gets one call for each stint of a job, with the GPU, the time limit
 and the secrets of that job. Both share a volume: others see a change once its writer has committed and they have reloaded.
 
 This file, `coordinator.py` and `worker.py` are imported in containers that have Python and Modal's package, and no other package.
@@ -75,8 +75,8 @@ def app_of(image: str) -> str:
     return f"groupwise-{image}"
 
 
-class ModalPort(Protocol):
-    """The operations of Modal. Errors are those of `groupwise.jobs.hosts.port`: HostUnreachable (nothing happened), OutcomeUnknown,
+class ModalApi(Protocol):
+    """The operations of Modal. Errors are those of `groupwise.jobs.hosts.host`: HostUnreachable (nothing happened), OutcomeUnknown,
     RunnerRefused."""
 
     async def workspace(self) -> str | None:

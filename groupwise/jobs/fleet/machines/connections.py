@@ -18,9 +18,9 @@ from groupwise.jobs.clouds.schedulers import (
 )
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.host import Host, HostUnreachable
 from groupwise.jobs.hosts.keys import HostKey
 from groupwise.jobs.hosts.local import LocalHost
-from groupwise.jobs.hosts.port import Host, HostUnreachable
 from groupwise.jobs.hosts.ssh import AGENT, Address, SshHost, SshTimeouts, read_host_key
 
 LOCAL = "local"

@@ -9,10 +9,10 @@ import pytest
 
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError
-from groupwise.training.generation.asking import MAX_FAILURES_IN_A_ROW, RowRequester, Tally
 from groupwise.training.generation.config import read_options
 from groupwise.training.generation.journal import Answers, Journal
 from groupwise.training.generation.prompts import Item
+from groupwise.training.generation.row_requests import MAX_FAILURES_IN_A_ROW, RowRequester, Tally
 
 
 def items(count: int) -> list[Item]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import UsageError
-from groupwise.engine.backends.tinker import offer
+from groupwise.engine.backends.tinker import capabilities
 from groupwise.training.config import load_config
 
 
@@ -15,7 +15,7 @@ def schema(*losses: str, **fields: tuple[str, ...]) -> dict[str, Any]:
     """That of SkyRL's server, with these losses and fields of its bodies."""
     bodies = {name: {"properties": {key: {} for key in names}} for name, names in fields.items()}
     bodies["ForwardBackwardInput"] = {"properties": {"loss_fn": {"enum": [*losses]}}}
-    return {"info": {"title": offer.SKYRL}, "components": {"schemas": bodies}}
+    return {"info": {"title": capabilities.SKYRL}, "components": {"schemas": bodies}}
 
 
 OLD = schema("cross_entropy", "importance_sampling", "ppo")
@@ -26,12 +26,15 @@ USUAL = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 def test_a_service_that_says_nothing_is_as_documented() -> None:
     for found in ({}, {"info": {"title": "groupwise"}}):
-        assert offer.described(found, None) == offer.Offer()
-    assert offer.described({}, "mean").averages
+        assert capabilities.capabilities_from(found, None) == capabilities.Capabilities()
+    assert capabilities.capabilities_from({}, "mean").averages
 
 
 def test_skyrl_says_its_losses_and_fields() -> None:
-    old, new = offer.described(OLD, "mean"), offer.described(NEW, "sum")
+    old, new = (
+        capabilities.capabilities_from(OLD, "mean"),
+        capabilities.capabilities_from(NEW, "sum"),
+    )
     assert (old.averages, new.averages) == (True, False)
     assert [old.computes(name, {}) for name in ("cross_entropy", "cispo")] == [True, False]
     other = USUAL | {"clip_high_threshold": 1.3}
@@ -55,12 +58,12 @@ def test_settings_without_effect_on_the_service_are_refused(
     reduction: str | None, settings: dict[str, Any], keys: list[str]
 ) -> None:
     config = load_config({"model": {"name": "tiny", "backend": "tinker"}, **settings}).config
-    service = offer.described(OLD, reduction)
+    service = capabilities.capabilities_from(OLD, reduction)
     if not keys:
-        offer.check(config, service)
+        capabilities.check(config, service)
         return
     with pytest.raises(UsageError) as refused:
-        offer.check(config, service)
+        capabilities.check(config, service)
     lines = str(refused.value).splitlines()
     assert len(lines) == len(keys)
     assert all(key in line for key, line in zip(keys, lines, strict=True))

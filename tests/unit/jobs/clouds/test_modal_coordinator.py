@@ -1,4 +1,5 @@
-"""Whose turn it is: asked twice, late, by others, and after a desk or a container that was killed in between."""
+"""The coordinator assigns turns: requests come twice, late, from other calls, and after a coordinator or a container was killed in
+between."""
 
 import os
 from dataclasses import replace
@@ -7,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from groupwise.jobs.clouds.modal.api import Call
 from groupwise.jobs.clouds.modal.coordinator import TAKEN_TOKEN, answer, attempt_at
-from groupwise.jobs.clouds.modal.port import Call
 from groupwise.jobs.clouds.modal.worker import ContainerContext, work
 from groupwise.jobs.hosts.runner.attempt_folder import void_queued
 from groupwise.jobs.hosts.runner.files import write_file, write_json
@@ -43,7 +44,7 @@ def test_the_first_of_two_calls_takes_the_turn_and_keeps_it(home: str) -> None:
 
 
 def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
-    """Whoever voids it may have been killed halfway, and a desk between token and turn: that one is asked again."""
+    """Whoever voids it may have been killed halfway, and a coordinator between token and turn: that one is asked again."""
     place = attempt_at(home, "job", 1)
     for taken, begins in ((TOKEN + ".voided", False), (TAKEN_TOKEN, True)):
         os.rename(place.at(TOKEN), place.at(taken))
@@ -75,10 +76,10 @@ def test_a_container_lost_between_handing_over_and_spawning_spawns_in_the_next(h
     ask(home, "hand_over", 1, "a")
     spawned: list[Call] = []
     spawn = lambda call: spawned.append(call) or "b"  # noqa: E731
-    desk = lambda what, *arguments: answer(home, what, arguments)  # noqa: E731
+    coordinator = lambda what, *arguments: answer(home, what, arguments)  # noqa: E731
 
     def around() -> ContainerContext:
-        return ContainerContext(home, home, _Nothing(), desk, spawn, {}, {})
+        return ContainerContext(home, home, _Nothing(), coordinator, spawn, {}, {})
 
     call = Call("job", 1)
     assert "another call continues" in work(call, "a", {}, around())

@@ -262,19 +262,19 @@ def observe_new(
     interpreter of its jobs, if any. Raises UsageError, which ends with `consequence`, if the login or the runner fails. `machine`: the
     fields of a `NewMachine`."""
     from groupwise.jobs.fleet.attempts import records
-    from groupwise.jobs.fleet.machines import reaching
+    from groupwise.jobs.fleet.machines import connections
     from groupwise.jobs.fleet.operations.machines import FOLDER
     from groupwise.jobs.fleet.store.tables import VM
-    from groupwise.jobs.hosts.port import HostError, RunnerRefused
+    from groupwise.jobs.hosts.host import HostError, RunnerRefused
 
     defaults = {"workdir": FOLDER, "python": UNPREPARED, "idle_memory_mb": 0}
     given = {name: value for name, value in machine.items() if value is not None}
     new = records.machine(VM(**{**defaults, **given}))
 
     async def look() -> tuple[Observation, str | None]:
-        host = reaching.host_of(new)
+        host = connections.host_of(new)
         try:
-            runner = reaching.runner_of(new, host)
+            runner = connections.runner_of(new, host)
             observation = await runner.observe(probe=new.probe, probe_timeout=10.0, timeout=20.0)
             try:
                 trial = await runner.run([new.python, "-c", "import sys"])
@@ -300,8 +300,8 @@ def _expect_key(option: str, fingerprint: str | None, host: str, host_key: HostK
 
 
 def _read_key(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
-    from groupwise.jobs.fleet.machines.reaching import jump_address
-    from groupwise.jobs.hosts.port import HostError
+    from groupwise.jobs.fleet.machines.connections import jump_address
+    from groupwise.jobs.hosts.host import HostError
     from groupwise.jobs.hosts.ssh import AGENT, read_host_key
 
     try:

@@ -1,4 +1,4 @@
-"""Algorithms in a file of one's own: how they are named, kept, and refused."""
+"""Algorithms in a user's file: how they are named, cached, and refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.algorithms.own import is_own, load_own
+from groupwise.algorithms.custom import is_custom, load_custom
 from groupwise.algorithms.registry import from_spec, make
 from groupwise.core.errors import TaskError
 from groupwise.core.types import LossSpec, from_json, to_json
@@ -37,9 +37,9 @@ def _file(folder: Path, text: str = OWN_ALGORITHM) -> str:
 
 
 def test_names_of_files_are_distinguished_from_names_of_algorithms() -> None:
-    assert is_own("own.py:Mine")
-    assert is_own("/a/b.py:Mine")
-    assert not any(map(is_own, ("grpo", "own.py", "own:Mine", "own.py:", "own.py:1")))
+    assert is_custom("own.py:Mine")
+    assert is_custom("/a/b.py:Mine")
+    assert not any(map(is_custom, ("grpo", "own.py", "own:Mine", "own.py:", "own.py:1")))
 
 
 def test_another_process_finds_it_by_its_spec(tmp_path: Path, monkeypatch, rollout) -> None:
@@ -54,11 +54,11 @@ def test_another_process_finds_it_by_its_spec(tmp_path: Path, monkeypatch, rollo
 
 def test_a_file_is_read_again_only_for_a_new_config(tmp_path: Path) -> None:
     name = _file(tmp_path)
-    first = load_own(name)
-    assert load_own(name, again=True) is first
+    first = load_custom(name)
+    assert load_custom(name, again=True) is first
     _file(tmp_path, OWN_ALGORITHM.replace("0.5", "0.25"))
-    assert load_own(name) is first
-    assert load_own(name, again=True)().power == 0.25  # pyright: ignore[reportAttributeAccessIssue]
+    assert load_custom(name) is first
+    assert load_custom(name, again=True)().power == 0.25  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_file_without_an_algorithm_is_refused_with_advice(
     tmp_path: Path, text: str, told: str
 ) -> None:
     with pytest.raises(TaskError, match=told):
-        load_own(_file(tmp_path, text))
+        load_custom(_file(tmp_path, text))
 
 
 def test_knobs_are_checked_like_ours(tmp_path: Path) -> None:
