@@ -151,7 +151,7 @@ def recorded(rollouts: int, folder: Path) -> Path:
             if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == steps:
                 with checkpoints.begin(building / CHECKPOINTS, step + 1) as place:
                     write_record_segment(building, building / RECORD, place, step + 1)
-                    recovery.carry(building, place, step + 1)
+                    recovery.add_run_files(building, place, step + 1)
                     checkpoints.finish(place, step + 1)
                 checkpoints.prune(building / CHECKPOINTS, 2)
     building.rename(run)

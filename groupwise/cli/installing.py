@@ -70,7 +70,7 @@ class LaunchedLog:
         """`write` receives what is to be shown. `whole`: the command that prints the whole log."""
         self._write, self._ticker, self._whole = write, ticker, whole
         self._of_pip: deque[bytes] = deque(maxlen=SHOWN_LINES)
-        self._begin = b""
+        self._begin: bytes = b""
         """The lines that are not complete, while a build may be in progress."""
         self._building: bool | None = None
         """Unknown until the first line is."""

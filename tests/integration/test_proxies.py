@@ -15,7 +15,7 @@ from groupwise.api.client import AsyncTrainingClient, TrainingClient
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.loopback import is_never_proxied, no_proxy_variables
 from groupwise.core.retry import Timing
-from groupwise.engine.backends.tinker.offer import read_schema
+from groupwise.engine.backends.tinker.capabilities import read_schema
 from groupwise.engine.sampler.servers.server_pool import Server
 from groupwise.jobs.clouds.ec2 import Ec2, NoCredentials
 from groupwise.jobs.fleet.client import FleetClient
