@@ -114,7 +114,7 @@ def test_a_damaged_model_is_refused_and_no_weight_is_initialised_at_random(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (Qwen2VLConfig(), "qwen2_vl, whose inputs are images"),
+        (Qwen2VLConfig(), "qwen2_vl, whose inputs include images"),
         (T5Config(), "t5, which transformers"),
     ],
 )
