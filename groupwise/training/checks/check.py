@@ -366,13 +366,14 @@ async def _try_known(
     assert rubric is not None
     verdicts_by_example = await try_cases(trial, examples, gold)
     verdicts = [verdict for row in verdicts_by_example for verdict in row]
-    findings.extend(judge_failures(verdicts))
+    chat = any(not isinstance(example.prompt, str) for example in examples)
+    findings.extend(judge_failures(verdicts, chat=chat))
     findings.add(judge_spread(verdicts_by_example, gold))
     if gold is not None:
-        findings.add(judge_order(verdicts_by_example, gold))
+        findings.add(judge_order(verdicts_by_example, gold, chat=chat))
         findings.extend(judge_forms(verdicts_by_example))
         findings.extend(judge_cheap(verdicts_by_example))
-    findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
+    findings.extend(judge_parts(verdicts, with_gold=gold is not None))
     group = config.training.num_generations
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
     findings.extend(await _score_again(trial, rubric, examples, verdicts_by_example))
