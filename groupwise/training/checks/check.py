@@ -306,7 +306,12 @@ async def _try_everything(
             return games_table(games)
     if subject.rubric is not None:
         return await _try_rewards(subject, rows, given_groups, findings)
-    findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
+    if subject.task.has("get_rl_dataset") and not subject.task.gives_rewards:
+        missing = subject.task.missing("get_reward_funcs", "rl")
+        remedy = "add the hook, or name rewards in the config (rewards.reward_funcs)"
+        findings.add(Finding("rewards", "warning", missing, remedy=remedy))
+    else:
+        findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
     return []
 
 

@@ -208,6 +208,16 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     assert (layout == "in answer tags") is (reward is tagged), "the way that earns most"
 
 
+def test_a_misspelt_hook_is_named():
+    taught = {"get_sft_dataset": lambda config, tokenizer: [{"prompt": "a", "completion": "b"}]}
+    misspelt = task(get_reward_func=lambda config, tokenizer: [right], **taught)
+    del misspelt.get_reward_funcs
+    found = by_name(check(misspelt, PLAIN))
+    assert [found[name].level for name in ("hooks", "rewards")] == ["warning"] * 2
+    assert "Is it `get_reward_func`? Rename it." in found["rewards"].measured
+    assert "`compute_metric`" in checked(compute_metric=right)["hooks"].remedy
+
+
 def test_check_refuses_what_training_would_refuse(tmp_path: Path):
     with pytest.raises(TaskError, match="not found"):
         check(str(tmp_path / "no.py"))
