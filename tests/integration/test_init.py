@@ -100,6 +100,14 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     assert findings["cores"].level == "warning", "other programs made it slow"
 
 
+def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
+    said = {
+        task: "warm-up" in {each.name for each in init(task, "tiny", measure=False).findings}
+        for task in (TAUGHT, TOY)
+    }
+    assert said == {TAUGHT: True, TOY: False}
+
+
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):
     words = [
         "algorithm.preset=dapo_paper", "training.num_train_epochs=3", "model.name=tiny", "eval.samples_per_prompt=2",

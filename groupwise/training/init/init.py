@@ -131,6 +131,15 @@ def init(
         # Steps were made smaller for speeds that may be too low.
         findings.add(cores)
     findings.add(*cost.findings)
+    if kind == "rl" and draft.config.warm_up is None and suffices(loaded_task, "sft"):
+        findings.add(
+            Finding(
+                "warm-up",
+                "ok",
+                "none; the task has get_sft_dataset for one",
+                "if hardly any answer is right at first, add a section `warm_up:` to the config",
+            )
+        )
     words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
