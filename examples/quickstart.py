@@ -80,7 +80,8 @@ def report(result: groupwise.RlResult, seconds: float, overrides: list[str]) -> 
         rewards = with_mean("reward", store.metrics(["reward"]).get("reward", []))
     title = "reward of the sampled completions"
     print("\n" + terminal_curve(rewards, title=title, colour=sys.stdout.isatty()))
-    print(f"\n{summary['steps']} steps in {seconds / 60:.1f} minutes.")
+    steps = summary["steps"] - summary.get("resumed_from_step", 0)
+    print(f"\n{steps} steps in {seconds / 60:.1f} minutes.")
     if result.before and result.after:
         show_answers(result.before, result.after)
         show_numbers(summary["held_out"])

@@ -346,6 +346,18 @@ class Task:
             f"  functions there are: {names}{hint}"
         )
 
+    def misspelt(self) -> dict[str, str]:
+        """Functions whose name is nearly that of a hook which the task lacks: name -> hook."""
+        names = [name for name in dir(self._hooks) if self._is_hook_like(name)]
+        return {
+            name: hook
+            for hook in HOOKS
+            for name in names
+            if not self.has(hook)
+            and name not in HOOKS
+            and difflib.SequenceMatcher(None, name, hook).ratio() >= 0.9
+        }
+
     def _is_hook_like(self, name: str) -> bool:
         value = getattr(self._hooks, name, None)
         is_local = getattr(value, "__module__", None) == getattr(self._hooks, "__name__", None)

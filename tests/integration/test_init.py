@@ -89,6 +89,7 @@ def test_the_written_config_passes_a_dry_run_and_trains(task):
 def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     """The length of one pass over the examples, and the memory planned for the step that was measured."""
     monkeypatch.setattr(choices, "MAX_STEP_SECONDS", 1e-9)
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     report = init(TOY, "tiny", overrides=["run.threads=1"], out=Path("s.yaml"))
     findings = {finding.name: finding for finding in report.findings}
     size = report.details["config"]["training"]["prompts_per_step"]
@@ -96,6 +97,15 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     assert size == choices.MIN_PROMPTS < min(examples, 8)
     assert f"takes {-(-examples // size)} step" in findings["training.max_steps"].meaning
     assert "larger step" in findings["peak memory"].measured
+    assert findings["cores"].level == "warning", "other programs made it slow"
+
+
+def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
+    said = {
+        task: "warm-up" in {each.name for each in init(task, "tiny", measure=False).findings}
+        for task in (TAUGHT, TOY)
+    }
+    assert said == {TAUGHT: True, TOY: False}
 
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):

@@ -129,6 +129,7 @@ def test_a_second_run_has_a_name_of_its_own_and_a_finished_one_is_only_made_long
         found = [(each.name, each.step) for each in store.evaluations()]
     assert found == [("before", 0), ("step-3", 3), ("after", 5), ("step-6", 6), ("after", 7)]
     assert longer.after.policy == "toy@7"
+    assert longer.summary["resumed_from_step"] == 5, "its seconds are those of the last two steps"
     assert groupwise.rl(config(runs, max_steps=1), TOY).summary["run"] == "toy-2"
 
 

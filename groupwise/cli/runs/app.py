@@ -278,6 +278,7 @@ def _run_facts(path: Path) -> dict[str, Any]:
         return {
             **_info_json(run_info(path)),
             "error": meta.get("error"),
+            "init_from": meta.get("init_from"),
             "rows_left_out": meta.get("rows_left_out") or {},
             "last_metrics": {} if last_step is None else store.step_metrics(last_step),
             "rewards": [value for _, value in curves.get("reward", [])],
@@ -312,6 +313,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
             ("error", f"{error['code']}: {error['message']}" if error else None),
             ("model", facts["model"]),
             ("task", facts["task"]),
+            ("init-from", facts["init_from"]),
             ("started", moment(facts["started"])),
             ("steps", f"{facts['steps']}{total}"),
             ("reward", sparkline(facts["rewards"], 40)),

@@ -76,7 +76,8 @@ def tokenise(
     if not indices:
         raise TaskError(
             f"{where}: all {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens; "
-            f"the shortest has {min(map(len, ids))}, the longest {longest}."
+            f"the shortest has {min(map(len, ids))}, the longest {longest} (the model tiny counts characters). "
+            "Raise the limit, or set data.max_prompt_length=null to have none."
         )
     if strict and len(indices) < len(ids):
         raise TaskError(

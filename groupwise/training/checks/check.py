@@ -306,7 +306,12 @@ async def _try_everything(
             return games_table(games)
     if subject.rubric is not None:
         return await _try_rewards(subject, rows, given_groups, findings)
-    findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
+    if subject.task.has("get_rl_dataset") and not subject.task.gives_rewards:
+        missing = subject.task.missing("get_reward_funcs", "rl")
+        remedy = "add the hook, or name rewards in the config (rewards.reward_funcs)"
+        findings.add(Finding("rewards", "warning", missing, remedy=remedy))
+    else:
+        findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
     return []
 
 
@@ -366,13 +371,14 @@ async def _try_known(
     assert rubric is not None
     verdicts_by_example = await try_cases(trial, examples, gold)
     verdicts = [verdict for row in verdicts_by_example for verdict in row]
-    findings.extend(judge_failures(verdicts))
+    chat = any(not isinstance(example.prompt, str) for example in examples)
+    findings.extend(judge_failures(verdicts, chat=chat))
     findings.add(judge_spread(verdicts_by_example, gold))
     if gold is not None:
-        findings.add(judge_order(verdicts_by_example, gold))
+        findings.add(judge_order(verdicts_by_example, gold, chat=chat))
         findings.extend(judge_forms(verdicts_by_example))
         findings.extend(judge_cheap(verdicts_by_example))
-    findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
+    findings.extend(judge_parts(verdicts, with_gold=gold is not None))
     group = config.training.num_generations
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
     findings.extend(await _score_again(trial, rubric, examples, verdicts_by_example))

@@ -45,12 +45,14 @@ def check_hooks(task: Task) -> Finding:
     missing_note = "; ".join(
         f"`{command}` would need {', '.join(names)}" for command, names in missing.items()
     )
+    misspelt = task.misspelt()
     return Finding(
         "hooks",
-        "ok",
+        "warning" if misspelt else "ok",
         ", ".join(hooks),
         f"enough for {' and '.join(f'`{command}`' for command in commands)}"
         + (f"; {missing_note}" if missing_note else ""),
+        "; ".join(f"is `{name}` the hook {hook}? Rename it" for name, hook in misspelt.items()),
         data={"hooks": hooks, "commands": commands, "missing": missing},
     )
 

@@ -39,6 +39,9 @@ MAX_CHEAP_SHARE = 0.25
 """A completion without an answer causes a warning above this fraction of the range from the lowest reward to gold's."""
 SLOW_SHARE = 0.5
 """Fraction of the time limit above which a call is reported as slow."""
+CHAT_HINT = (
+    'for a chat prompt a completion is a list of messages; its text is completion[0]["content"]'
+)
 MAX_TIMEOUTS_IN_A_ROW = 3
 """Number of time-outs in a row after which rewards are no longer called: each costs the full time limit and shows nothing new."""
 
@@ -169,8 +172,8 @@ async def try_cases(
 # --- judging -------------------------------------------------------------------------------------
 
 
-def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
-    """Report completions that could not be scored, because a reward failed or because none applied."""
+def judge_failures(verdicts: Sequence[Verdict], *, chat: bool = False) -> Iterator[Finding]:
+    """Report completions that could not be scored, because a reward failed or because none applied. `chat`: prompts are messages."""
     failures = [
         v for v in verdicts if v.member.outcome != "scored" and v.member.reason != NO_REWARD
     ]
@@ -181,15 +184,22 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
         kinds = ", ".join(dict.fromkeys(v.kind for v in failures))
         reason_list = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
         broke = any(" raised " in reason or " returned " in reason for reason in reasons)
+        takes_text = chat and any("list" in reason for reason in reasons)
+        remedy = (
+            "remove the cause that the reward itself names (its judge, its sandbox, its time limit)"
+        )
+        if broke:
+            remedy = (
+                "let the reward function take any text and return a number for it, or None where it does not apply"
+                + (f"; {CHAT_HINT}" if takes_text else "")
+            )
         yield Finding(
             "exceptions",
             "problem",
             f"{len(failures)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
             + "\n".join(reason_list),
             "in training such rollouts are failed and do not teach; a model writes all of these",
-            "let the reward function take any text and return a number for it, or None where it does not apply"
-            if broke
-            else "remove the cause that the reward itself names (its judge, its sandbox, its time limit)",
+            remedy,
             {"failed": len(failures), "reasons": dict(reasons)},
         )
     unrewarded = [v for v in verdicts if v.member.reason == NO_REWARD]
@@ -259,25 +269,29 @@ def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | 
     return Finding("spread", "ok", f"{measured}; {rows}", data=data)
 
 
-def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
-    """Report whether the right completion earns most."""
+def judge_order(
+    verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold, *, chat: bool = False
+) -> Finding:
+    """Report whether the right completion earns most. `chat`: prompts are messages."""
     pairs = [
         (right, max(wrong, key=_verdict_reward))
         for right, wrong in map(_right_and_wrong, verdicts_by_example)
         if right is not None and wrong
     ]
     name = "gold earns most"
+    if not pairs:
+        return Finding(name, "skipped", "no gold completion was scored")
     if not gold.is_read:
         return Finding(
             name,
-            "skipped",
+            "warning",
             f"the rewards read the gold answer in none of the {len(LAYOUTS)} ways in which it was written",
-            "whether a right completion earns most could not be checked",
-            "add a column `gold_completion` with completions as they should be",
+            "either a right completion earns no more than a wrong one, or right completions look different",
+            "look at what the reward functions compare"
+            + (f" ({CHAT_HINT})" if chat else "")
+            + "; if right completions look different, add a column `gold_completion` that holds them",
             {"column": gold.column},
         )
-    if not pairs:
-        return Finding(name, "skipped", "no gold completion was scored")
     beaten_pairs = [(r, w) for r, w in pairs if _verdict_reward(w) > _verdict_reward(r) + TOLERANCE]
     tied_pairs = [
         (r, w) for r, w in pairs if abs(_verdict_reward(w) - _verdict_reward(r)) <= TOLERANCE
@@ -397,14 +411,20 @@ def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Fin
         has_no_effect = with_gold and (
             never_applies or (bool(rewards) and is_constant(rewards) and len(parts) > 1)
         )
+        level: Level = "warning" if has_no_effect or failures[name] else "ok"
+        meaning = remedy = ""
+        if failures[name]:
+            meaning = "this part has no value where it fails"
+            remedy = "let the function take any text"
+        elif has_no_effect:
+            meaning = "the same for every completion: this part changes nothing that is learnt"
+            remedy = "remove it, or look at what it expects"
         yield Finding(
             f"part {name}",
-            "warning" if has_no_effect else "ok",
+            level,
             description,
-            "the same for every completion: this part changes nothing that is learnt"
-            if has_no_effect
-            else "",
-            "remove it, or look at what it expects" if has_no_effect else "",
+            meaning,
+            remedy,
             {"none_share": absent, "failed_share": failed, **numbers},
         )
 
@@ -433,21 +453,31 @@ def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]
 def judge_alone(
     group_scores: Sequence[MemberScore], single_scores: Sequence[MemberScore]
 ) -> Finding:
-    """Report whether a completion's reward depends on the others of its call."""
-    differences = _differences(group_scores, single_scores)
-    data = {"changed": len(differences), "completions": len(single_scores)}
+    """Report whether a completion's reward depends on the others of its call.
+
+    Failures are left out: one member on which a function raises fails the whole call.
+    """
+    pairs = [
+        (grouped, single)
+        for grouped, single in zip(group_scores, single_scores, strict=True)
+        if not (_has_failed(grouped) or _has_failed(single))
+    ]
     name = "independence"
+    if not pairs:
+        return Finding(name, "skipped", "no completion was scored both alone and together")
+    differences = _differences(*zip(*pairs, strict=True))
+    data = {"changed": len(differences), "completions": len(pairs)}
     if not differences:
         return Finding(
             name,
             "ok",
-            f"{len(single_scores)} completions earn the same alone and together",
+            f"{len(pairs)} completions earn the same alone and together",
             data=data,
         )
     return Finding(
         name,
         "warning",
-        f"{len(differences)} of {len(single_scores)} completions earn something else when scored alone: {differences[0]}",
+        f"{len(differences)} of {len(pairs)} completions earn something else when scored alone: {differences[0]}",
         "the reward of a completion depends on the others of its group",
         "if it is meant to compare them, say so with `function.relative = True`; otherwise look for an index or a list that is "
         "shared",
@@ -571,6 +601,13 @@ def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) ->
         elif before.outcome != after.outcome:
             differences.append(f"{before.outcome}, then {after.outcome}")
     return differences
+
+
+def _has_failed(member: MemberScore) -> bool:
+    """True if the completion, or one part of its reward, could not be scored; a reward that does not apply has not failed."""
+    if member.notes.get("failed_rewards"):
+        return True
+    return member.outcome != "scored" and member.reason != NO_REWARD
 
 
 def _part_values(member: MemberScore) -> Mapping[str, float | None]:

@@ -77,7 +77,7 @@ def cores(threads: int, processes: int, available: int, load: float) -> Finding:
             "cores",
             "warning",
             measured,
-            "other programs are running: the speeds below are lower than this machine's",
+            "other programs are running: the measured speeds are lower than this machine's",
             "measure again when it is idle",
             data,
         )

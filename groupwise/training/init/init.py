@@ -12,6 +12,7 @@ Mistakes in task, model or data raise `UsageError` as in `groupwise rl`, because
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.settings.view import View
 from groupwise.core.types import Example
-from groupwise.engine.models.machine import choose_device, has_bfloat16
+from groupwise.engine.models.machine import available_cores, choose_device, has_bfloat16
 from groupwise.engine.models.plan import all_parameters, prompt_room
 from groupwise.engine.models.probes import free_memory
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -101,6 +102,7 @@ def init(
     Raises `UsageError`.
     """
     findings = Findings(on_finding)
+    load = os.getloadavg()[0]  # by other programs: nothing has been computed yet
     loaded_task = load_task(task)
     findings.add(check_hooks(loaded_task))
     # Prefer RL if the task has rows for it, otherwise SFT; `require` reports missing hooks.
@@ -123,7 +125,21 @@ def init(
     cost = choose(draft, loaded_task, task, measure)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
+    layout = cost.layout
+    cores = doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
+    if measure and cores.level == "warning":
+        # Steps were made smaller for speeds that may be too low.
+        findings.add(cores)
     findings.add(*cost.findings)
+    if kind == "rl" and draft.config.warm_up is None and suffices(loaded_task, "sft"):
+        findings.add(
+            Finding(
+                "warm-up",
+                "ok",
+                "none; the task has get_sft_dataset for one",
+                "if hardly any answer is right at first, add a section `warm_up:` to the config",
+            )
+        )
     words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device

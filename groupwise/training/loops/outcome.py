@@ -44,7 +44,11 @@ def write_curve(run: Training, metric: str) -> None:
 
 
 def summarise(run: Training, prepared: Prepared, started_at: float) -> dict[str, Any]:
-    """Summarise any run in a few entries. `started_at` is a time of `time.perf_counter`."""
+    """Summarise any run in a few entries. `started_at` is a time of `time.perf_counter`.
+
+    `seconds` is the time since this process began or resumed the run.
+    """
+    resumes = run.folder.store.resumes()
     published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
     warnings = [
         {
@@ -60,6 +64,7 @@ def summarise(run: Training, prepared: Prepared, started_at: float) -> dict[str,
         "folder": str(run.folder.path),
         "task": prepared.task.name,
         "steps": run.step,
+        **({"resumed_from_step": resumes[-1].step} if resumes else {}),
         "max_steps": run.max_steps,
         "policy": f"{run.folder.name}@{run.step}",
         **published,

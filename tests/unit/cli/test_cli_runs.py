@@ -59,7 +59,13 @@ def failed(draw: int) -> Rollout:
 def runs(tmp_path: Path) -> Path:
     config = {"model": {"name": "tiny", "load_in_4bit": False}, "task": {"note": "\x1b[31m"}}
     left_out = {"get_rl_dataset": {"the prompt is empty": 7}}
-    meta = {"model": "tiny", "task": "sort_words", "max_steps": 12, "rows_left_out": left_out}
+    meta = {
+        "model": "tiny",
+        "task": "sort_words",
+        "max_steps": 12,
+        "init_from": "sort-sft",
+        "rows_left_out": left_out,
+    }
     with RunFolder.create(tmp_path, "sort", config, meta) as run:
         for step in range(4):
             members = (rollout(step, 0, step / 4), rollout(step, 1, 1.0), failed(step))
@@ -167,6 +173,7 @@ class TestShow:
         shown = call(runs, "show", "sort")
         for expected in (
             "state        finished",
+            "init-from    sort-sft",
             "steps        4 of 12",
             "reward       ▁▃▆█",
             "checkpoints  sort@4",

@@ -36,6 +36,7 @@ def test_a_prompt_that_the_model_has_no_room_for_is_refused_with_the_remedy():
     assert "row 7: A prompt has no tokens" in message([Example(0, "", NumberedRow({}, 7))])
     assert "data.max_prompt_length=10" in message(examples(3, 12, 15), room=10)
     assert found(examples(3, 12, 15), limit=10, room=10).dropped == 2
+    assert "data.max_prompt_length=null" in message(examples(3, 12), limit=2)
 
 
 def test_a_check_tokenises_what_may_be_too_long_and_the_longest_of_the_rest():

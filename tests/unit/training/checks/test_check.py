@@ -103,6 +103,29 @@ def test_a_reward_that_crashes():
     assert report.summary["error"]["code"] == "check_failed"
 
 
+def contained(completions, answer):
+    return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+
+def stripped(completions, answer):
+    return [float(text.strip() == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def size(completions, **_):
+    return [float(len(completion[0]["content"]) > 100) for completion in completions]
+
+
+@pytest.mark.parametrize(("reward", "name", "others"), [
+    (contained, "gold earns most", {"part contained": "warning"}),
+    (stripped, "exceptions", {"part stripped": "warning", "gold earns most": "skipped", "independence": "skipped"}),
+])  # fmt: skip
+def test_a_reward_that_takes_messages_for_text_is_told_so(reward, name, others):
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    found = checked(reward, size, rows=rows)
+    assert {other: found[other].level for other in others} == others
+    assert 'completion[0]["content"]' in found[name].remedy
+
+
 def test_a_judge_without_verdicts_is_not_blamed_on_the_completions():
     def judged(completions: list[str], **_: Any) -> list[float]:
         return [Failed("got no verdict: the endpoint refused the connection")] * len(completions)
@@ -158,10 +181,6 @@ def tagged(completions, answer):
     return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
 
 
-def contains(completions, answer):
-    return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
-
-
 def tired(completions, answer, calls=[]):  # noqa: B006 — its memory
     calls.append(1)
     return [value / len(calls) for value in right(completions, answer)]
@@ -179,7 +198,7 @@ class Relative:
 
 
 @pytest.mark.parametrize(("reward", "levels"), [
-    (tagged, {"gold earns most": "ok"}), (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
+    (tagged, {"gold earns most": "ok"}), (contained, {"prompt echoed": "warning", "gold earns most": "warning"}),
     (tired, {"determinism": "warning"}), (share, {"independence": "warning"}), (Relative(), {"independence": "ok"}),
 ])  # fmt: skip
 def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
@@ -187,6 +206,16 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     assert {name: found[name].level for name in levels} == levels
     layout = found["gold answers"].data["layout"]
     assert (layout == "in answer tags") is (reward is tagged), "the way that earns most"
+
+
+def test_a_misspelt_hook_is_named():
+    taught = {"get_sft_dataset": lambda config, tokenizer: [{"prompt": "a", "completion": "b"}]}
+    misspelt = task(get_reward_func=lambda config, tokenizer: [right], **taught)
+    del misspelt.get_reward_funcs
+    found = by_name(check(misspelt, PLAIN))
+    assert [found[name].level for name in ("hooks", "rewards")] == ["warning"] * 2
+    assert "Is it `get_reward_func`? Rename it." in found["rewards"].measured
+    assert "`compute_metric`" in checked(compute_metric=right)["hooks"].remedy
 
 
 def test_check_refuses_what_training_would_refuse(tmp_path: Path):

@@ -6,10 +6,12 @@ from typing import Any
 
 from groupwise.core.reward_call.request import GroupScore, MemberScore
 from groupwise.core.types import Example, RewardPart
+from groupwise.tasks.rewards.rubric import NO_REWARD
 from groupwise.training.checks.check_gold import Gold
 from groupwise.training.checks.check_rewards import (
     Trial,
     Verdict,
+    judge_alone,
     judge_order,
     judge_parts,
     judge_spread,
@@ -49,7 +51,24 @@ def test_a_reward_that_never_varies_is_a_problem():
         assert judge_spread(tried, GOLD).level == "problem"
     unread = replace(GOLD, is_read=False)
     assert judge_spread(tried, unread).level == "warning", "right ones may look otherwise"
-    assert judge_order(tried, unread).level == "skipped"
+    assert judge_order(tried, unread).level == "warning"
+
+
+def test_gold_that_was_never_scored_is_not_called_unread():
+    tried = [[verdict("gold", None), verdict("empty", None)]]
+    assert judge_order(tried, replace(GOLD, is_read=False)).level == "skipped"
+
+
+def test_a_completion_that_failed_with_its_group_does_not_depend_on_it():
+    def scored(reward: float | None, reason: str | None = None) -> MemberScore:
+        return MemberScore(
+            "failed" if reason else "scored", reason, reward, (RewardPart("p", reward),)
+        )
+
+    one = scored(1.0)
+    assert judge_alone([scored(None, "it raised")], [one]).level == "skipped"
+    assert judge_alone([scored(None, "it raised"), one], [one, one]).level == "ok"
+    assert judge_alone([one], [scored(None, NO_REWARD)]).level == "warning", "a mean of one"
 
 
 def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
@@ -65,7 +84,15 @@ def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
 
 
 def test_parts_are_distinguished_with_their_share_of_none():
+    broken = MemberScore(
+        "scored",
+        None,
+        1.0,
+        (RewardPart("novel", None),),
+        {"failed_rewards": {"novel": "it raised"}},
+    )
     given = [
+        Verdict(0, "gold", "gold", broken),
         verdict("gold", 1.0, right=1.0, form=0.5, never=None),
         verdict("empty", 0.5, right=None, form=0.5, never=None),
         verdict("garbage", 0.5, right=0.0, form=0.5, never=None),
@@ -76,3 +103,4 @@ def test_parts_are_distinguished_with_their_share_of_none():
     assert said["part right"].data["none_share"] == 0.25
     assert said["part form"].level == "warning"
     assert said["part never"].level == "warning"
+    assert said["part novel"].level == "warning"
