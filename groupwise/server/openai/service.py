@@ -32,7 +32,7 @@ from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, GroupSampleRequest, Sampled
 from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.ledger.members import GroupKey
+from groupwise.server.ledger.members import NAMED, UNNAMED, GroupKey
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
@@ -294,9 +294,9 @@ class OpenAIService:
         size = request.gather.size or conductor.request.num_completions_per_prompt
         settings_hash = request.hash_with(size)
         name = (
-            f"same:{settings_hash}"
+            f"{UNNAMED}{settings_hash}"
             if request.gather.name is None
-            else f"name:{request.gather.name}"
+            else f"{NAMED}{request.gather.name}"
         )
         group_key = GroupKey(conductor.status.run, caller.key_id, name, settings_hash)
         async with self._one_at_a_time(group_key):
@@ -436,7 +436,7 @@ class OpenAIService:
         """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
         request, conductor, lease = work.request, work.conductor, work.options.lease
         oldest = conductor.status.step - conductor.request.staleness
-        name = call.group or f"same:{request.hash_with(call.size)}"
+        name = call.group or f"{UNNAMED}{request.hash_with(call.size)}"
         group_key = GroupKey(call.run, call.key_id, trajectories.group_name(name), "")
         existing_place = await self._ledger.do(trajectories.place_if_begun, call, lease)
         if existing_place is not None:
