@@ -399,6 +399,11 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await expect_refusal(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
         await served.service.stop()
         await expect_refusal(409, "finished")
+        for path in ("/chat/completions", "/responses", "/completions", "/models/latest"):
+            answer = await http.post(path, json=CHAT, headers={"api-key": keys[Role.TRAIN]})
+            assert f"/v1{path}" in answer.json()["error"]["message"], path
+        answer = await http.post("/completions", json={}, headers={"api-key": keys[Role.TRAIN]})
+        assert answer.json()["code"] == "invalid_request"  # in the form of its own routes
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
         assert other.headers["content-type"] == "application/problem+json"
 
