@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -50,6 +52,8 @@ TIMEOUT = 300.0
 CONNECT_TIMEOUT = 10.0
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
 """No limit on connections: some calls wait for minutes, and others must still be sent."""
+LOADING_REPORTED = 10.0
+"""Seconds of waiting for a started run before a warning says so: the server may load its model for minutes."""
 FIRST, LONGEST = 0.5, 30.0
 """Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
 
@@ -113,6 +117,19 @@ class Connection:
     def report_answer(self) -> None:
         """Report that the server answers again, if an outage was reported."""
         self.outage.end(f"{self.url} answers again.")
+
+    @contextmanager
+    def reporting_start(self, settings: Mapping[str, Any]) -> Generator[None]:
+        """Report, once that takes long, that the start of a run with these settings is waited for."""
+        model = settings.get("model_id", "the model")
+        message = f"Waiting for {self.url} to load {model}; this may take minutes."
+        timer = threading.Timer(LOADING_REPORTED, log.warning, (message,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def retry(self, seconds: float | None = None) -> Retry:
         """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""

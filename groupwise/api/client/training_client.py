@@ -147,8 +147,10 @@ class TrainingClient:
         """Start a run. Settings are those of `StartRequest`; keyword arguments override `settings`."""
         if isinstance(settings, StartRequest):
             settings = settings.model_dump(exclude_unset=True)
-        body = checked_body(StartRequest, {**(settings or {}), **more})
-        return self._request(StartAnswer, "POST", "/start", body)
+        settings = {**(settings or {}), **more}
+        body = checked_body(StartRequest, settings)
+        with self.connection.reporting_start(settings):
+            return self._request(StartAnswer, "POST", "/start", body)
 
     def stop(self) -> StopAnswer:
         """End the run with a clean checkpoint. Safe to repeat."""

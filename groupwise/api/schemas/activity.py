@@ -20,9 +20,14 @@ class LivingGroup(ResponseModel):
     """A group of the run that a step may still learn from."""
 
     group_id: str = Field(description="The group's id, as its client knows it.")
+    name: str | None = Field(
+        default=None,
+        description="The name that its client gave it (`metadata.group`); POST /trajectories/close takes that of a group of trajectories.",
+    )
     state: LivingState = Field(description="Its state, from sampling to training.")
     draw: int = Field(description="Its place in the run's order of draws.")
-    members: int = Field(description="Its completions.")
+    members: int = Field(description="Its completions, or its trajectories.")
+    rewarded: int = Field(default=0, description="Number of those that have a reward.")
     sampled_step: int = Field(description="Steps that were done when it was sampled.")
     key_id: str = Field(description="Id of the API key that asked for it; `local` without keys.")
     prompt: str = Field(description="The beginning of its prompt.")

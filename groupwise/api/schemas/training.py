@@ -230,7 +230,10 @@ class StartRequest(Body):
         max_length=MAX_ADDRESS,
     )
     max_completion_length: int = Field(
-        default=64, description="Longest completion in tokens.", ge=1, le=MAX_TOKENS
+        default=64,
+        description="Longest completion in tokens; a call under /v1 may give its own `max_tokens`, also a larger one.",
+        ge=1,
+        le=MAX_TOKENS,
     )
     num_completions_per_prompt: int = Field(
         default=8,

@@ -181,6 +181,14 @@ def living_groups(transaction: Transaction, run: str, most: int) -> list[GroupRo
     )
 
 
+def next_to_expire(transaction: Transaction, run: str) -> GroupRow | None:
+    """The open group of the run whose lease ends first."""
+    rows = _select_groups(
+        transaction, "run = ? AND state = 'open' ORDER BY lease_end LIMIT 1", (run,)
+    )
+    return rows[0] if rows else None
+
+
 def count_groups(
     transaction: Transaction, run: str, states: Sequence[State] = tuple(TABLE)
 ) -> dict[State, int]:

@@ -32,6 +32,9 @@ from groupwise.server.ledger.transaction import Transaction
 GRACE = 1.0
 """Seconds by which an expired lease is extended, so that the group can still be rewarded."""
 
+NAMED, UNNAMED = "name:", "same:"
+"""How the names of groups in `handed_out` begin: with the client's name, and with a hash of what their calls ask."""
+
 _ID = re.compile(
     r"(?:chatcmpl-|cmpl-|resp_)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?(?P<turn>-[0-9]{1,9})?"
 )
@@ -124,6 +127,24 @@ def hand_out(transaction: Transaction, member: Member) -> bool:
         (member.row.id, member.index),
     )
     return cursor.rowcount == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the rewards of a group are."""
+
+    name: str | None
+    """Its client's name for it; None if the client gave none."""
+    rewarded: int
+    """Number of members that have a reward."""
+
+
+def progress_of(transaction: Transaction, row: GroupRow) -> Progress:
+    """The name of a group, and the number of its rewards."""
+    name: str = transaction.value("SELECT name FROM handed_out WHERE id = ?", (row.id,)) or ""
+    name = name.removeprefix(trajectories.group_name("")).removeprefix(NAMED)
+    rewarded = row.members if row.rewards is not None else len(_member_rewards(transaction, row.id))
+    return Progress(None if name.startswith(UNNAMED) else name or None, rewarded)
 
 
 # --- rewards --------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import BY_IDS, ModelData
 from groupwise.api.schemas.problems import Refusal
-from groupwise.api.schemas.training import MAX_DRAW
+from groupwise.api.schemas.training import MAX_DRAW, StatusAnswer
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, GroupSampleRequest, Sampled
 from groupwise.server.ledger import idempotency, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.ledger.members import GroupKey
+from groupwise.server.ledger.members import NAMED, UNNAMED, GroupKey
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
@@ -64,6 +64,8 @@ the engine, up to a millisecond for thousands of tokens: dozens of streams would
 """
 MAX_SAMPLING = 512
 """Limit on completions sampled at once without being stored; requests beyond it are refused and may be sent again."""
+MAX_LISTED = 8
+"""Limit on the versions that a message lists."""
 TRY_AGAIN = 1.0
 """Seconds after which a refused client may try again."""
 
@@ -73,6 +75,10 @@ class Host(Protocol):
 
     def active(self) -> Conductor:
         """The run that accepts new requests; raises a Refusal if there is none."""
+        ...
+
+    async def status(self) -> StatusAnswer:
+        """Status of server and run."""
         ...
 
     async def wait_for_engine(self) -> Conductor:
@@ -168,7 +174,7 @@ class OpenAIService:
         for model in await self.models():
             if model.id == name:
                 return model
-        raise self._unknown_model(name)
+        raise await self._unknown_model(name)
 
     def _run_status(self) -> RunStatus | None:
         try:
@@ -178,12 +184,20 @@ class OpenAIService:
                 raise
             return None
 
-    def _unknown_model(self, name: str) -> Refusal:
+    async def _unknown_model(self, name: str) -> Refusal:
         status = self._run_status()
         names = (
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
-        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be downloaded (GET /model)."
+        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}."
+        served = None if status is None else status.version
+        others = [
+            f"{run}@{step}"
+            for run, step in (await self._host.status()).versions
+            if (run, step) != served
+        ]
+        if others:
+            problem += f" GET /model has the files of {', '.join(others[-MAX_LISTED:])}."
         return Refusal("unknown_model", problem, field="model")
 
     # --- kept responses --------------------------------------------------------------------------
@@ -278,7 +292,7 @@ class OpenAIService:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
         if request.model not in _model_names(conductor.status):
-            raise self._unknown_model(request.model)
+            raise await self._unknown_model(request.model)
         for prompt in request.prompts:
             if isinstance(prompt, tuple):
                 continue  # the engine counts tokens
@@ -294,9 +308,9 @@ class OpenAIService:
         size = request.gather.size or conductor.request.num_completions_per_prompt
         settings_hash = request.hash_with(size)
         name = (
-            f"same:{settings_hash}"
+            f"{UNNAMED}{settings_hash}"
             if request.gather.name is None
-            else f"name:{request.gather.name}"
+            else f"{NAMED}{request.gather.name}"
         )
         group_key = GroupKey(conductor.status.run, caller.key_id, name, settings_hash)
         async with self._one_at_a_time(group_key):
@@ -436,7 +450,7 @@ class OpenAIService:
         """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
         request, conductor, lease = work.request, work.conductor, work.options.lease
         oldest = conductor.status.step - conductor.request.staleness
-        name = call.group or f"same:{request.hash_with(call.size)}"
+        name = call.group or f"{UNNAMED}{request.hash_with(call.size)}"
         group_key = GroupKey(call.run, call.key_id, trajectories.group_name(name), "")
         existing_place = await self._ledger.do(trajectories.place_if_begun, call, lease)
         if existing_place is not None:
@@ -509,7 +523,7 @@ class OpenAIService:
         steps = {sample.step for sample in samples}
         if request.model != LATEST and steps != {int(request.model.rpartition("@")[2])}:
             # A step changed the policy before the prompts were sampled.
-            raise self._unknown_model(request.model)
+            raise await self._unknown_model(request.model)
         if len(steps) > 1:
             raise Refusal(
                 "engine_recovering",

@@ -18,7 +18,7 @@ from groupwise.api.schemas.activity import (
     WaitingRequest,
 )
 from groupwise.runs.tables import prompt_text
-from groupwise.server.ledger import calls, events, groups, plans
+from groupwise.server.ledger import calls, events, groups, members, plans
 from groupwise.server.ledger.groups import GroupRow
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
@@ -65,7 +65,7 @@ async def activity_of(
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
-            groups=[_living_group(group, transaction.uptime) for group in living_groups],
+            groups=[_living_group(transaction, group) for group in living_groups],
             capacity=None if admission is None else admission.limits.capacity,
             sampling=0 if admission is None else admission.sampling,
             waiting=waiting,
@@ -96,18 +96,21 @@ def known_clients(seen: Sequence[KeyActivity], now: float) -> list[KnownClient]:
     ]
 
 
-def _living_group(row: GroupRow, uptime: float) -> LivingGroup:
+def _living_group(transaction: Transaction, row: GroupRow) -> LivingGroup:
+    progress = members.progress_of(transaction, row)
     rewards = [reward for reward in row.rewards or () if reward is not None]
     assert row.state in ("open", "rewarded", "held", "planned"), "the others have ended"
     return LivingGroup(
         group_id=row.id,
+        name=progress.name,
         state=row.state,
         draw=row.draw,
         members=row.members,
+        rewarded=progress.rewarded,
         sampled_step=row.sampled_step,
         key_id=row.key_id,
         prompt=prompt_text(row.prompt)[:PROMPT_SHOWN],
         opened_at=row.opened_at,
-        lease_seconds=max(0.0, row.lease_end - uptime) if row.state == "open" else None,
+        lease_seconds=max(0.0, row.lease_end - transaction.uptime) if row.state == "open" else None,
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
     )

@@ -364,6 +364,22 @@ def tick(transaction: Transaction) -> bool:
     return bool(overdue or settled)
 
 
+def holder_of_room(transaction: Transaction, run: str) -> str | None:
+    """The open group whose lease ends first, and what frees its room, in words; None if no group is open."""
+    row = groups.next_to_expire(transaction, run)
+    if row is None:
+        return None
+    progress = members.progress_of(transaction, row)
+    end = f"give it up (DELETE /completions/{row.id})"
+    if progress.name is not None and trajectories.is_of_trajectories(transaction, row.id):
+        end = f"close it (close_group({progress.name!r}))"
+    seconds = max(0.0, row.lease_end - transaction.uptime)
+    return (
+        f"group {progress.name or row.id!r} has {progress.rewarded} of {row.members} rewards; post the others, or {end}, or its lease "
+        f"ends in {seconds:.0f} s"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
     """The ledger's facts about a run, for its status."""

@@ -244,7 +244,8 @@ class RunLifecycle:
             run = self._active_run.latest.run if self._active_run.latest else "the run"
             raise Refusal(
                 "run_active",
-                f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
+                f"{run} is active. Stop it first (POST /stop), or start with `replace: true` (in Python `start(…, replace=True)`), which "
+                "stops it cleanly.",
             )
         await self._stop_run(conductor, "replace")
         return self._active_run.active_conductor()

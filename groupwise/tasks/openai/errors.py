@@ -19,6 +19,8 @@ from groupwise.api.schemas.openai import ErrorAnswer, ErrorData
 from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Problem, Refusal
 
 PREFIX = "/v1/"
+WITHOUT_PREFIX = ("/chat/completions", "/responses", "/completions", "/models")
+"""Addresses that OpenAI's clients call if `/v1` is missing in their `base_url`. The server has a route /completions of its own."""
 AS_OPENAI = {422: 400}
 """Statuses that OpenAI's API replaces by others."""
 TOO_LONG = "prompt_too_long"
@@ -53,14 +55,16 @@ def error_of_refusal(refusal: Refusal) -> ErrorAnswer:
 
 
 class OpenAIErrors:
-    """Outermost middleware: converts the problems of the /v1 routes to OpenAI's errors. All other responses pass unchanged."""
+    """Outermost middleware: converts the problems of the /v1 routes to OpenAI's errors, and those of clients whose `base_url` lacks `/v1`.
+    All other responses pass unchanged.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; a problem response is held back and converted."""
-        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+        if scope["type"] != "http" or not scope["path"].startswith((PREFIX, *WITHOUT_PREFIX)):
             await self._app(scope, receive, send)
             return
         start: Message | None = None
@@ -77,9 +81,23 @@ class OpenAIErrors:
             elif message is not start:
                 body += message.get("body", b"")
                 if not message.get("more_body", False):
-                    await _send_error(send, start, Problem.model_validate_json(body))
+                    problem = Problem.model_validate_json(body)
+                    if scope["path"].startswith(PREFIX):
+                        await _send_error(send, start, problem)
+                    elif _lacks_prefix(problem):
+                        detail = f"{problem.detail} Did you mean /v1{scope['path'][:200]}? Then base_url has to end with /v1."
+                        problem = problem.model_copy(update={"detail": detail})
+                        await _send_error(send, start, problem)
+                    else:
+                        await send(start)
+                        await send({"type": "http.response.body", "body": body})
 
         await self._app(scope, receive, translate)
+
+
+def _lacks_prefix(problem: Problem) -> bool:
+    """True if the problem of a request to `WITHOUT_PREFIX` is that of a client of OpenAI: all of its requests name a model."""
+    return problem.code == "not_found" or any(error.field == "model" for error in problem.errors)
 
 
 async def _send_error(send: Send, start: Message, problem: Problem) -> None:

@@ -59,7 +59,7 @@ class Told:
 def everything() -> Told:
     group: dict[str, Any] = {"draw": 3, "members": 4, "sampled_step": 7, "opened_at": 1e9}
     groups = [
-        LivingGroup(group_id="g-1", state="open", key_id="ada", prompt=TEXT, lease_seconds=90.0, **group),
+        LivingGroup(group_id="g-1", name="scenario", rewarded=1, state="open", key_id="ada", prompt=TEXT, lease_seconds=90.0, **group),
         LivingGroup(group_id="g-2", state="held", key_id="bob", prompt="b", mean_reward=0.25, **group),
     ]  # fmt: skip
     waiting = [
@@ -106,7 +106,7 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
         page = await client.get("/server")
         data = (await client.get("/server?format=json")).json()
     assert page.status_code == 200, page.text
-    for words in ("g-1", "g-2", "1 min 30 s", "12 s",
+    for words in ("g-1", "g-2", "scenario", "1 of 4", "1 min 30 s", "12 s",
                   "less than 1 s", "5, 6", "learns from 1 group;", "over it once", "s-1:train:0", "no model", "ada",
                   "too_busy", "engine lost", 'href="/runs/first"'):  # fmt: skip
         assert words in page.text, words

@@ -23,6 +23,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.api.client import connection
 from groupwise.api.client.async_training_client import AsyncTrainingClient
 from groupwise.api.client.connection import NO_SERVER_TIMEOUT
 from groupwise.api.client.errors import (
@@ -45,6 +46,7 @@ from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.api.schemas.training import GroupAnswer
 from groupwise.core.errors import UsageError
 from groupwise.core.retry import Timing
+from tests.processes import wait_until
 
 KEY = "gw-abc-0123456789secret"
 GROUP: dict[str, Any] = {
@@ -138,6 +140,19 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 def lost() -> Exception:
     return httpx2.ReadError("the connection is gone")
+
+
+def test_a_start_that_takes_long_is_reported(
+    ask: Ask, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loading(Server):
+        def answer(self, request: httpx2.Request) -> httpx2.Response:
+            wait_until(lambda: "http://server to load huge" in caplog.text)
+            return super().answer(request)
+
+    monkeypatch.setattr(connection, "LOADING_REPORTED", 0.0)
+    with pytest.raises(NotAuthorised):
+        ask(Loading(refusal("unauthorised")), "start", model_id="huge")
 
 
 def test_a_silent_server_is_reported_once_and_given_up_after_the_retry_time(

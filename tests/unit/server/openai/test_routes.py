@@ -19,6 +19,7 @@ from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.openai import service, storing
 from groupwise.server.openai.service import MAX_SAMPLING
+from groupwise.server.run.policy_versions import Versions
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.fake_engine import FakeEngine
 from tests.processes import wait_until_async
@@ -48,7 +49,7 @@ def shown(answer: Any) -> list[str]:
 # 1
 
 
-async def test_models(tmp_path) -> None:
+async def test_models(tmp_path, monkeypatch) -> None:
     async with open_service(tmp_path) as served, client_of(served.app()) as http:
         client = Client(http)
         assert (await http.get("/v1/models")).json() == {"object": "list", "data": []}
@@ -62,10 +63,13 @@ async def test_models(tmp_path) -> None:
             answer = await http.get(f"/v1/models/{unknown}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_model")
             assert f"{run}@0, latest" in answer.json()["error"]["message"]
+            assert "GET /model" not in answer.json()["error"]["message"]
         old = await client.text(model=f"{run}@0")
         assert (old["model"], old["policy_version"]) == (f"{run}@0", [run, 0])
         await served.round(0)
-        await client.expect_refusal(404, "/v1/completions", {**TEXT, "model": f"{run}@0"})
+        monkeypatch.setattr(Versions, "steps", lambda versions: [0, versions.step])
+        gone = await client.expect_refusal(404, "/v1/completions", {**TEXT, "model": f"{run}@0"})
+        assert f"GET /model has the files of {run}@0." in gone["message"]
         new = await client.text(model=f"{run}@1")
         assert new["policy_version"] == [run, 1]
         assert new["system_fingerprint"] != old["system_fingerprint"]
@@ -399,6 +403,11 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await expect_refusal(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
         await served.service.stop()
         await expect_refusal(409, "finished")
+        for path in ("/chat/completions", "/responses", "/completions", "/models/latest"):
+            answer = await http.post(path, json=CHAT, headers={"api-key": keys[Role.TRAIN]})
+            assert f"/v1{path}" in answer.json()["error"]["message"], path
+        answer = await http.post("/completions", json={}, headers={"api-key": keys[Role.TRAIN]})
+        assert answer.json()["code"] == "invalid_request"  # in the form of its own routes
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
         assert other.headers["content-type"] == "application/problem+json"
 

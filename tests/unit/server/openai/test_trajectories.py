@@ -11,7 +11,7 @@ import pytest
 from groupwise.core.types import Rollout
 from groupwise.server.ledger import events, groups
 from groupwise.server.ledger.idempotency import InFlightRequests
-from groupwise.server.run import ledger_operations
+from groupwise.server.run import ledger_operations, periodic_tasks
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
 from tests.unit.server.openai.opening import Client, asking, open_service, record
@@ -89,6 +89,30 @@ async def test_later_calls_never_wait_for_room(tmp_path) -> None:
         await client.expect_refusal(429, "/v1/chat/completions",
                              {"model": "latest", "messages": [USER], "store": True,
                               "metadata": {"trajectory": "t-3", "group": "s", "size": "2"}})  # fmt: skip
+
+
+async def test_the_log_names_the_group_that_a_call_waits_for(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(periodic_tasks, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(periodic_tasks, "WAIT_REPORTED", 0.05)
+    caplog.set_level("INFO", periodic_tasks.logger.name)
+
+    def lines() -> list[str]:
+        return [text for text in caplog.messages if "for room" in text]
+
+    settings = {"groups_per_step": 1, "staleness": 0}
+    async with asking(tmp_path, settings=settings, completions_wait=20.0) as (served, client):
+        await turn(client, "t-1")
+        await reward(client, "t-1", 1.0)  # and the agent ends, before its second trajectory
+        again = asyncio.create_task(turn(client, "new", metadata={"group": "another"}))
+        await wait_until_async(lines)
+        await asyncio.sleep(0.2)
+        (line,) = lines()
+        assert "'s' has 1 of 2" in line
+        assert "close_group('s')" in line
+        (group,) = (await served.service.activity()).groups
+        assert (group.name, group.rewarded, group.members) == ("s", 1, 2)
+        await client.ok("/trajectories/close", {"group": group.name})
+        await again
 
 
 async def test_a_step_waits_for_trajectories_that_it_would_make_too_old(tmp_path) -> None:

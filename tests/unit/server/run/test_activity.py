@@ -24,8 +24,8 @@ async def test_groups_requests_and_steps_are_reported_until_they_end(tmp_path: P
         current = await server.service.activity()
         assert (current.run_id, current.capacity, current.sampling) == (run, 2, 0)
         assert [each.group_id for each in current.groups] == [first.group_id, second.group_id]
-        facts = {(each.state, each.key_id, each.members) for each in current.groups}
-        assert facts == {("open", "me", 4)}
+        facts = {(each.state, each.key_id, each.rewarded, each.members) for each in current.groups}
+        assert facts == {("open", "me", 0, 4)}
         assert all(50 < (each.lease_seconds or 0) <= 60 for each in current.groups)
         assert [len(each.prompt) for each in current.groups] == [3, 300]
         waiting = asyncio.create_task(server.ask(draw=3))
@@ -41,8 +41,8 @@ async def test_groups_requests_and_steps_are_reported_until_they_end(tmp_path: P
         assert (plan.step, plan.engines_lost) == (0, 0)
         assert plan.group_ids == [first.group_id, second.group_id]
         planned = {each.group_id: each for each in current.groups}
-        facts = (planned[first.group_id].state, planned[first.group_id].mean_reward)
-        assert facts == ("planned", 0.5)
+        rewarded = planned[first.group_id]
+        assert (rewarded.state, rewarded.rewarded, rewarded.mean_reward) == ("planned", 4, 0.5)
         goes_on.set()
         last = await waiting
         await server.reward(last, include="hold")
