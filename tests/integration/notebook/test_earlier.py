@@ -245,7 +245,9 @@ def test_a_training_that_fails_is_the_sessions_run(finished, capsys):
 
     with pytest.raises(RunError):
         train_grpo(config, session, reward_functions=[broken])
-    assert "digits is taken" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished, but differs in the reward Digits, the reward broken" in said
+    assert "digits is taken" in said
     assert session.run.folder == Path("checkpoints/digits-2")
     assert session.run.rollouts()
     assert session.policy == "digits-2@2"
