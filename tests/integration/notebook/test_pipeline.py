@@ -174,6 +174,7 @@ def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
         train_grpo(config, session, reward_functions=[as_chats])
     assert "take `completion`" in str(failed.value)
     assert "Fix the reward functions" in str(failed.value)
+    assert "changed rewards begins at its first step" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):
