@@ -46,11 +46,24 @@ class Session:
     given_rewards: tuple[RewardList | None, RewardList] = field(default=(None, ()), repr=False)
     """`reward_functions` and `extra_reward_functions` of the last training with this session; an evaluation uses them too."""
 
+    assigned: set[str] = field(default_factory=set[str], init=False, repr=False)
+    """The parts to which the user assigned rows: train_dataset, test_dataset."""
+
     def __setattr__(self, name: str, value: Any) -> None:
-        rows = name in ("train_dataset", "test_dataset")
-        object.__setattr__(
-            self, name, replacement_rows(name, value, self.config) if rows else value
-        )
+        if name in ("train_dataset", "test_dataset"):
+            value = replacement_rows(name, value, self.config)
+            if name in vars(self):
+                self.assigned.add(name)
+        object.__setattr__(self, name, value)
+
+    @property
+    def dataset(self) -> str:
+        """The name of the data, for the user: that of the config, or own rows if they were assigned."""
+        names = [
+            "own rows" if part in self.assigned else dataset_of(self.config)
+            for part in ("train_dataset", "test_dataset")
+        ]
+        return ", tested on ".join(dict.fromkeys(names))
 
     @property
     def core(self) -> LoadedConfig:
@@ -253,7 +266,7 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     yield "model", model_of(config)
     policy = session.lora_policy
     yield "adapter", f"rank {policy['r']}, {policy['parameters']:,} parameters are trained"
-    yield "dataset", f"{dataset_of(config)}: {len(train)} rows to train on, {len(test)} to test"
+    yield "dataset", f"{session.dataset}: {len(train)} rows to train on, {len(test)} to test"
     left_out: Counter[str] = Counter()
     for part in (train, test):
         if isinstance(part, Rows):

@@ -132,7 +132,13 @@ def run_training(
         *callbacks,
     ]
     task = NotebookTask(
-        session.config, session.train_dataset, session.test_dataset, rewards, all_callbacks, facts
+        session.config,
+        session.dataset,
+        session.train_dataset,
+        session.test_dataset,
+        rewards,
+        all_callbacks,
+        facts,
     )
     try:
         with by_own_names(session.config):

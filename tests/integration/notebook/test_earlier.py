@@ -27,6 +27,8 @@ from groupwise.notebook import (
 )
 from groupwise.notebook.training import Stopped
 from groupwise.runs import checkpoints
+from groupwise.runs.folder import RECORD
+from groupwise.runs.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +171,7 @@ def test_other_rewards_and_other_rows_begin_beside(cut, capsys):
     with pytest.raises(Stopped):
         train_grpo(config, session, reward_functions=[Digits(1)])
     assert "differs in rows" in capsys.readouterr().out
+    assert Store.facts(session.run.folder / RECORD)["dataset"] == "own rows, tested on arithmetic"
     train(config)
     assert "digits was cut off:" in capsys.readouterr().out
     names = sorted(each.name for each in (cut / "checkpoints").iterdir())

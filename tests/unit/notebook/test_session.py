@@ -125,6 +125,12 @@ def test_rows_that_replace_others_get_their_prompts(sampling_calls: list[Any]) -
     ]
     prompts = [row["prompt"] for row in prepared.train_dataset]
     assert prompts == [[{"role": "user", "content": format_prompt("What is 1 + 1?", config)}], own]
+    tested = len(prepared.test_dataset)
+    table = dict(prepared.table().rows)
+    assert table["dataset"].startswith("own rows, tested on arithmetic: 2 rows to train on, ")
+    assert f", {tested} to test" in table["dataset"]
+    prepared.test_dataset = [{"question": "And 1 + 2?", "answer": "3"}]
+    assert dict(prepared.table().rows)["dataset"] == "own rows: 2 rows to train on, 1 to test"
     with pytest.raises(UsageError, match="A row is str"):
         prepared.test_dataset = ["What is 1 + 1?"]  # pyright: ignore[reportAttributeAccessIssue]
 
