@@ -36,7 +36,8 @@ class NotebookTask:
         callbacks: Sequence[object] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`dataset`: the name of the data. `facts`: stored with a run; later trainings compare them to decide whether they would be the same.
+        """`dataset`: the name of the data. `facts`: stored with a run; later trainings compare them to decide whether they would be
+        the same.
 
         Raises UsageError if a question is in both the train and the test part.
         """

@@ -32,7 +32,9 @@ TABLES = 8
 """Number of tables of completions printed in a training."""
 MAX_ROWS = 4
 """Completions per table."""
-REWARDS_CHANGED = "In a notebook, a run with changed rewards begins at its first step, next to this one."
+REWARDS_CHANGED = (
+    "In a notebook, a run with changed rewards begins at its first step, next to this one."
+)
 LONGEST = 70
 """Characters shown of a completion (half as many of its prompt), so a table row fits on one line of a screen."""
 
