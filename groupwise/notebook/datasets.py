@@ -28,6 +28,7 @@ from groupwise.notebook.rows import (
     is_chat,
     is_not_empty,
     key_of,
+    kind_of,
     last_user_message,
     refuse_odd_answer,
     row_of,
@@ -301,11 +302,16 @@ def split_rows(
 
 
 def replacement_rows(part: str, value: object, config: TrainingConfig) -> Rows:
-    """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages."""
+    """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages.
+
+    Raises TaskError if there are none, or some cannot be scored.
+    """
     rows = value if isinstance(value, Rows) else as_row_list(value, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")
-    return with_prompts(rows, config)
+    rows_with_prompts = with_prompts(rows, config)
+    kind_of(rows_with_prompts)  # refuses rows that cannot be scored
+    return rows_with_prompts
 
 
 def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:

@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.notebook import Table, show
+from groupwise.core.terminal.notebook import Table, show, tell
 from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, prepare_datasets, replacement_rows
+from groupwise.notebook.datasets import (
+    dataset_of,
+    prepare_datasets,
+    refuse_shared,
+    replacement_rows,
+)
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.previous_runs import describe_run, free_name, newest_alike
 from groupwise.notebook.record import Record
@@ -55,6 +60,12 @@ class Session:
             if name in vars(self):
                 self.assigned.add(name)
         object.__setattr__(self, name, value)
+        if name in vars(self).get("assigned", ()):
+            # Not an error yet: the other part may be assigned next.
+            try:
+                refuse_shared(self.train_dataset, self.test_dataset)
+            except UsageError as error:
+                tell(f"{error.message} Until then, train_grpo and evaluate refuse the session.")
 
     @property
     def dataset(self) -> str:
