@@ -185,6 +185,8 @@ def test_an_interrupted_run_can_be_exported_and_sampled(machine, capsys):
     assert session.weights is None
     with pytest.raises(Stopped):
         train_grpo(config, session, reward_functions=[Digits(3)])
+    with pytest.raises(UsageError, match=r"no evaluation 'after'. It has: before"):
+        _ = session.run.evaluations()["after"]
     assert export_checkpoint(config, session) == "checkpoints/digits/checkpoints/step-3"
     quick_test(config, session)
     assert "digits@3" in capsys.readouterr().out
