@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 
 from groupwise.core.errors import TaskError, UsageError
 from groupwise.core.plugins import nearest, run_user_code
-from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.config import OWN_ROWS, TrainingConfig
 from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
@@ -91,7 +91,8 @@ def dataset_of(config: TrainingConfig) -> str:
         return "openrubrics"
     if name is None:
         raise TaskError(
-            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(names)}, a hub id (owner/name), a file."
+            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(names)}, a hub id (owner/name), a file. "
+            f"{OWN_ROWS}"
         )
     if name in names or is_local(name) or "/" in name:
         return name
