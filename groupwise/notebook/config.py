@@ -327,7 +327,7 @@ class TrainingConfig(UserModel):
         if info.field_name == "dataset" and not isinstance(value, str | Path | None):
             raise ValueError(f"is {type(value).__name__}; it must be a name. {OWN_ROWS}")
         text = str(value) if isinstance(value, Path) else value
-        return str(Path(text).expanduser()) if str(text).startswith("~") else text
+        return str(Path(str(text)).expanduser()) if str(text).startswith("~") else text
 
     @field_validator("experiment_name")
     @classmethod
