@@ -86,6 +86,10 @@ PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
 
 DRIVE = Path("/content/drive/MyDrive")
 """Folder of Google Drive in Colab, once it is mounted."""
+OWN_ROWS = (
+    "For a table or a list of your own, register_dataset('mine', lambda config: rows), and name it: dataset='mine'. Or assign it to "
+    "session.train_dataset and session.test_dataset."
+)
 SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
 """The fields that are credentials; their environment variables have the same names in upper case."""
 MASK = "*" * 10
@@ -319,9 +323,11 @@ class TrainingConfig(UserModel):
 
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
-    def _path_as_text(cls, value: Any) -> Any:
+    def _path_as_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "dataset" and not isinstance(value, str | Path | None):
+            raise ValueError(f"is {type(value).__name__}; it must be a name. {OWN_ROWS}")
         text = str(value) if isinstance(value, Path) else value
-        return str(Path(text).expanduser()) if str(text).startswith("~") else text
+        return str(Path(str(text)).expanduser()) if str(text).startswith("~") else text
 
     @field_validator("experiment_name")
     @classmethod

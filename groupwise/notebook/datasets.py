@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 
 from groupwise.core.errors import TaskError, UsageError
 from groupwise.core.plugins import nearest, run_user_code
-from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.config import OWN_ROWS, TrainingConfig
 from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
@@ -28,6 +28,7 @@ from groupwise.notebook.rows import (
     is_chat,
     is_not_empty,
     key_of,
+    kind_of,
     last_user_message,
     refuse_odd_answer,
     row_of,
@@ -90,7 +91,8 @@ def dataset_of(config: TrainingConfig) -> str:
         return "openrubrics"
     if name is None:
         raise TaskError(
-            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(names)}, a hub id (owner/name), a file."
+            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(names)}, a hub id (owner/name), a file. "
+            f"{OWN_ROWS}"
         )
     if name in names or is_local(name) or "/" in name:
         return name
@@ -301,11 +303,16 @@ def split_rows(
 
 
 def replacement_rows(part: str, value: object, config: TrainingConfig) -> Rows:
-    """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages."""
+    """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages.
+
+    Raises TaskError if there are none, or some cannot be scored.
+    """
     rows = value if isinstance(value, Rows) else as_row_list(value, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")
-    return with_prompts(rows, config)
+    rows_with_prompts = with_prompts(rows, config)
+    kind_of(rows_with_prompts)  # refuses rows that cannot be scored
+    return rows_with_prompts
 
 
 def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:

@@ -69,7 +69,9 @@ def evaluate(
                 f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to "
                 "compare `reward`."
             )
-    task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
+    task = NotebookTask(
+        config, session.dataset, session.train_dataset, session.test_dataset, rewards
+    )
     with shown_while("evaluating"), by_own_names(config), note_changes(rewards, facts):
         result = evaluated(
             core,

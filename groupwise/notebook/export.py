@@ -11,11 +11,11 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.notebook import Code, Table, show
 from groupwise.engine.models.bundled import ALIASES
-from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.sampler.servers.spawned_server import largest_rank
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
+from groupwise.notebook.datasets import format_prompt
 from groupwise.notebook.previous_runs import number_of
 from groupwise.notebook.session import Session, differing, refuse_no_config, refuse_other
 from groupwise.notebook.training import TrainerState
@@ -62,7 +62,7 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
             atomic_files.publish_file(Path(shutil.make_archive(building, "zip", adapter)), target)
         rows.append(("zip", str(target)))
     show(Table("Export", rows))
-    _show_commands(core_config(config).config.model, config.lora_rank, run.name, adapter)
+    _show_commands(config, run.name, adapter)
     return str(newest.path)
 
 
@@ -91,8 +91,10 @@ def _run_of(config: TrainingConfig, source: object) -> Path:
     return run
 
 
-def _show_commands(model: ModelConfig, rank: int, name: str, adapter: Path) -> None:
+def _show_commands(config: TrainingConfig, name: str, adapter: Path) -> None:
     """Show how to load the adapter with peft, and how to serve it with vLLM."""
+    model = core_config(config).config.model
+    chat = {"role": "user", "content": format_prompt("What is 3 + 4?", config)}
     base, served = json.dumps(model.name), quote(model.name)
     imports = [
         "from peft import PeftModel",
@@ -109,8 +111,11 @@ def _show_commands(model: ModelConfig, rank: int, name: str, adapter: Path) -> N
         f'base = AutoModelForCausalLM.from_pretrained({base}{revision}, dtype="float32")',
         f'model = PeftModel.from_pretrained(base, "{adapter}")',
         f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
+        f"chat = [{json.dumps(chat)}]",
+        'inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
     ]
     show(Code("To load it", "\n".join(lines)))
     revision = f" --revision {quote(model.revision)}" if model.revision else ""
-    lora = f"--enable-lora --max-lora-rank {largest_rank(rank)} --lora-modules {quote(f'{name}={adapter}')}"
+    lora = f"--enable-lora --max-lora-rank {largest_rank(config.lora_rank)} --lora-modules {quote(f'{name}={adapter}')}"
     show(Code("To serve it", f"vllm serve {served}{revision} {lora}"))

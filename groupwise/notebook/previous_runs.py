@@ -48,7 +48,9 @@ PLACES = ("run.name", "run.dir")
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` receives messages about unfinished or emptied runs that are skipped."""
+    """The newest run that agrees with config and facts. `say` receives messages about runs that are skipped: the newest, and those that are
+    unfinished or have lost their weights.
+    """
     # A missing or damaged record is repaired from the checkpoints.
     name = str(core.run.name)
     runs = [each for each in find.list_runs(Path(core.run.dir)) if number_of(each.name, name)]
@@ -57,16 +59,18 @@ def newest_alike(
             recovery.unpack(damaged.path)
             recovery.recover(damaged.path)
             runs.append(find.run_info(damaged.path))
-    for run in [each for each in reversed(runs) if each.broken is None]:
+    newest_first = [each for each in reversed(runs) if each.broken is None]
+    for run in newest_first:
         differing = changes(run, core, facts)
         weights_missing = run.state == "finished" and find.newest_weights(run.path) is None
         if not differing and not weights_missing:
             return run
         if say is not None and not differing:
             say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
-        elif say is not None and run.state != "finished":
+        elif say is not None and (run.state != "finished" or run is newest_first[0]):
             names = ", ".join(OWN_NAMES.get(key, key) for key in differing)
-            say(f"{run.path} was cut off, but differs in {names}: it is left as it is.")
+            state = "was finished" if run.state == "finished" else "was cut off"
+            say(f"{run.path} {state}, but differs in {names}: it is left as it is.")
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from groupwise.core.errors import UsageError
 from groupwise.core.plugins import nearest
@@ -20,6 +20,16 @@ from groupwise.runs.store import Store
 
 MAX_CHARACTERS_IN_TABLE = 300
 """Characters of a completion in a table."""
+
+
+class _Evaluations(dict[str, Mapping[str, float]]):
+    """The metrics of each evaluation by its name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"The run has no evaluation {name!r}. It has: {', '.join(self) or 'none'}. The one called after is made at the end of a "
+            "training; evaluate(config, session) makes one at any time."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +85,15 @@ class Record:
             )
 
     def evaluations(self) -> dict[str, Mapping[str, float]]:
-        """The metrics of each evaluation of the held-out part by its name: before, after."""
+        """The metrics of each evaluation of the held-out part by its name: before, after.
+
+        Raises UsageError for a name that the run does not have.
+        """
         with self._store() as store:
-            return {
-                evaluation.name: evaluation.metrics for evaluation in store.evaluations(rows=False)
-            }
+            return _Evaluations(
+                (evaluation.name, evaluation.metrics)
+                for evaluation in store.evaluations(rows=False)
+            )
 
     def plot(self, metric: str = "reward") -> Plot:
         """A curve with its moving mean. Raises UsageError for a metric that the run does not have."""

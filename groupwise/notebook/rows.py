@@ -33,9 +33,10 @@ def kind_of(rows: Sequence[Row]) -> Kind:
         return "rubric"
     if answers == len(rows):
         return "numeric"
+    columns = ", ".join(dict.fromkeys(name for row in rows for name in row))
     raise TaskError(
-        f"Of {len(rows)} rows {answers} have an answer and {rubrics} a rubric. All must have an answer, or all a rubric, since they are "
-        "scored alike."
+        f"Of {len(rows)} rows {answers} have an answer and {rubrics} a rubric. All must have a column answer, or all a rubric, since they "
+        f"are scored alike. They have the columns {columns}."
     )
 
 

@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.notebook import Table, show
+from groupwise.core.terminal.notebook import Table, show, tell
 from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, prepare_datasets, replacement_rows
+from groupwise.notebook.datasets import (
+    dataset_of,
+    prepare_datasets,
+    refuse_shared,
+    replacement_rows,
+)
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.previous_runs import describe_run, free_name, newest_alike
 from groupwise.notebook.record import Record
@@ -46,11 +51,30 @@ class Session:
     given_rewards: tuple[RewardList | None, RewardList] = field(default=(None, ()), repr=False)
     """`reward_functions` and `extra_reward_functions` of the last training with this session; an evaluation uses them too."""
 
+    assigned: set[str] = field(default_factory=set[str], init=False, repr=False)
+    """The parts to which the user assigned rows: train_dataset, test_dataset."""
+
     def __setattr__(self, name: str, value: Any) -> None:
-        rows = name in ("train_dataset", "test_dataset")
-        object.__setattr__(
-            self, name, replacement_rows(name, value, self.config) if rows else value
-        )
+        if name in ("train_dataset", "test_dataset"):
+            value = replacement_rows(name, value, self.config)
+            if name in vars(self):
+                self.assigned.add(name)
+        object.__setattr__(self, name, value)
+        if name in vars(self).get("assigned", ()):
+            # Not an error yet: the other part may be assigned next.
+            try:
+                refuse_shared(self.train_dataset, self.test_dataset)
+            except UsageError as error:
+                tell(f"{error.message} Until then, train_grpo and evaluate refuse the session.")
+
+    @property
+    def dataset(self) -> str:
+        """The name of the data, for the user: that of the config, or own rows if they were assigned."""
+        names = [
+            "own rows" if part in self.assigned else dataset_of(self.config)
+            for part in ("train_dataset", "test_dataset")
+        ]
+        return ", tested on ".join(dict.fromkeys(names))
 
     @property
     def core(self) -> LoadedConfig:
@@ -253,7 +277,7 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     yield "model", model_of(config)
     policy = session.lora_policy
     yield "adapter", f"rank {policy['r']}, {policy['parameters']:,} parameters are trained"
-    yield "dataset", f"{dataset_of(config)}: {len(train)} rows to train on, {len(test)} to test"
+    yield "dataset", f"{session.dataset}: {len(train)} rows to train on, {len(test)} to test"
     left_out: Counter[str] = Counter()
     for part in (train, test):
         if isinstance(part, Rows):

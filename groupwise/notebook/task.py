@@ -9,7 +9,7 @@ from typing import Any
 from groupwise.core.reward_call.tags import Tags
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import dataset_of, refuse_shared
+from groupwise.notebook.datasets import refuse_shared
 from groupwise.notebook.previous_runs import FACTS
 from groupwise.notebook.rewards import grades, is_numeric
 from groupwise.notebook.rows import kind_of
@@ -29,19 +29,21 @@ class NotebookTask:
     def __init__(
         self,
         config: TrainingConfig,
+        dataset: str,
         train: Rows | Sequence[Row],
         test: Rows | Sequence[Row],
         rewards: Rubric,
         callbacks: Sequence[object] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`facts`: stored with a run; later trainings compare them to decide whether they would be the same.
+        """`dataset`: the name of the data. `facts`: stored with a run; later trainings compare them to decide whether they would be
+        the same.
 
         Raises UsageError if a question is in both the train and the test part.
         """
         refuse_shared(train, test)
         self.facts_of_the_notebook: dict[str, Any] = {
-            "dataset": dataset_of(config),
+            "dataset": dataset,
             "rewards": dict(zip(rewards.names, rewards.weights, strict=True)),
             FACTS: facts or {},
         }

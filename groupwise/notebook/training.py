@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from groupwise.core.errors import NothingScoredError
 from groupwise.core.terminal.notebook import kernel_display, tell
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
@@ -31,6 +32,9 @@ TABLES = 8
 """Number of tables of completions printed in a training."""
 MAX_ROWS = 4
 """Completions per table."""
+REWARDS_CHANGED = (
+    "In a notebook, a run with changed rewards begins at its first step, next to this one."
+)
 LONGEST = 70
 """Characters shown of a completion (half as many of its prompt), so a table row fits on one line of a screen."""
 
@@ -130,10 +134,19 @@ def run_training(
         *callbacks,
     ]
     task = NotebookTask(
-        session.config, session.train_dataset, session.test_dataset, rewards, all_callbacks, facts
+        session.config,
+        session.dataset,
+        session.train_dataset,
+        session.test_dataset,
+        rewards,
+        all_callbacks,
+        facts,
     )
-    with by_own_names(session.config):
-        result = rl(core, task, resume=previous is not None)
+    try:
+        with by_own_names(session.config):
+            result = rl(core, task, resume=previous is not None)
+    except NothingScoredError as error:
+        raise NothingScoredError(f"{error.message} {REWARDS_CHANGED}") from error
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _trainer_state(session, result)

@@ -15,6 +15,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import CallbackError, GroupwiseError, StoreError, UsageError
 from groupwise.core.interruption import Interrupted
 from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.terminal.notebook import kernel_display
 from groupwise.core.terminal.quantities import counted
 from groupwise.engine.models.artefact import CARD
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
@@ -126,7 +127,9 @@ async def end(
     elif state == "stopped":
         run.say(f"stopped after {counted(run.step, 'step')}, as a client asked")
     else:
-        run.say(f"interrupted after {run.step} steps; --resume continues the run")
+        # A notebook has no --resume; there the error that ends the cell says how to continue.
+        hint = "; --resume continues the run" if kernel_display() is None else ""
+        run.say(f"interrupted after {run.step} steps{hint}")
     return {**summary, "state": state}
 
 

@@ -107,7 +107,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         raise NothingScoredError(
             f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
             + "\n  ".join(run.unscored_reasons)
-            + f"\nFix {culprits}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
+            + f"\nFix {culprits}, then start the run again; in a terminal, --resume continues it from its last checkpoint."
         )
 
 

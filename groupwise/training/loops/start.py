@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import Interrupted, Interruption
+from groupwise.core.terminal.notebook import kernel_display
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
-ENDS = "stopping: saving what has been done; Ctrl-C once more stops at once, without saving"
+ENDS = "stopping: saving what has been done; {again} stops at once, without saving"
 MAX_FUTILE_RESUMES = 3
 """Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 
@@ -258,7 +259,8 @@ def show_progress(
         start_step=resumption.point.step if resumption else 0,
         logging_steps=prepared.config.run.logging_steps,
     )
-    ends = Interruption(lambda: progress.note(ENDS))
+    again = "Ctrl-C once more" if kernel_display() is None else "another interrupt"
+    ends = Interruption(lambda: progress.note(ENDS.format(again=again)))
     with ends as interruption, progress, _shown_warnings(progress):
         if warning := oversubscription_warning(
             prepared.layout, elsewhere=prepared.config.run.server is not None

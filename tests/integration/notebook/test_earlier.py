@@ -27,6 +27,8 @@ from groupwise.notebook import (
 )
 from groupwise.notebook.training import Stopped
 from groupwise.runs import checkpoints
+from groupwise.runs.folder import RECORD
+from groupwise.runs.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +171,7 @@ def test_other_rewards_and_other_rows_begin_beside(cut, capsys):
     with pytest.raises(Stopped):
         train_grpo(config, session, reward_functions=[Digits(1)])
     assert "differs in rows" in capsys.readouterr().out
+    assert Store.facts(session.run.folder / RECORD)["dataset"] == "own rows, tested on arithmetic"
     train(config)
     assert "digits was cut off:" in capsys.readouterr().out
     names = sorted(each.name for each in (cut / "checkpoints").iterdir())
@@ -182,6 +185,8 @@ def test_an_interrupted_run_can_be_exported_and_sampled(machine, capsys):
     assert session.weights is None
     with pytest.raises(Stopped):
         train_grpo(config, session, reward_functions=[Digits(3)])
+    with pytest.raises(UsageError, match=r"no evaluation 'after'. It has: before"):
+        _ = session.run.evaluations()["after"]
     assert export_checkpoint(config, session) == "checkpoints/digits/checkpoints/step-3"
     quick_test(config, session)
     assert "digits@3" in capsys.readouterr().out
@@ -245,7 +250,9 @@ def test_a_training_that_fails_is_the_sessions_run(finished, capsys):
 
     with pytest.raises(RunError):
         train_grpo(config, session, reward_functions=[broken])
-    assert "digits is taken" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished, but differs in the reward Digits, the reward broken" in said
+    assert "digits is taken" in said
     assert session.run.folder == Path("checkpoints/digits-2")
     assert session.run.rollouts()
     assert session.policy == "digits-2@2"

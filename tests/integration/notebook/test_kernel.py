@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ def test_an_interrupted_training_continues_in_the_same_kernel(
     kernel.interrupt()
     said = text(kernel.outputs(cell))
     assert "Stopped after 3 steps" in said
+    assert "another interrupt stops at once" in said
+    assert not re.search("Ctrl-C|--resume", said)
     assert "Traceback" not in said
     (tmp_path / "wait").unlink()
     assert "it goes on" in text(kernel.run(TRAIN_WAITING))

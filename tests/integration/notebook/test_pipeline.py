@@ -25,6 +25,7 @@ from groupwise.notebook import (
     TrainingConfig,
     evaluate,
     export_checkpoint,
+    format_prompt,
     prepare_session,
     quick_test,
     run_full_pipeline,
@@ -141,6 +142,8 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(at_its
     with torch.no_grad():
         assert torch.equal(loaded["model"](ids).logits, expected)
     assert loaded["tokenizer"]("What is 1 + 1?").input_ids == ids.tolist()[0]
+    prompt = loaded["tokenizer"].decode(loaded["inputs"]["input_ids"][0])
+    assert format_prompt("What is 3 + 4?", at_its_place.session.config) in prompt
     assert re.findall(r"To serve it\n  (.*)", said) == [
         'vllm serve "$(groupwise fetch-model tiny)" --enable-lora --max-lora-rank 8 '
         f"--lora-modules digits={path.relative_to(Path.cwd())}/hf_lora"
@@ -174,6 +177,7 @@ def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
         train_grpo(config, session, reward_functions=[as_chats])
     assert "take `completion`" in str(failed.value)
     assert "Fix the reward functions" in str(failed.value)
+    assert "changed rewards begins at its first step" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):

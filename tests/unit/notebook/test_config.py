@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from groupwise.core.errors import ConfigError
+from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.reward_call.tags import Tags
 from groupwise.core.settings.schema import setting
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import dataset_of
 
 
 def any_values(**values: Any) -> Any:
@@ -246,3 +247,11 @@ def test_steps_are_the_floor_of_the_product(batches, share):
             TrainingConfig(num_batches=batches, train_fraction=share)
     else:
         assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps
+
+
+@pytest.mark.parametrize("rows", [[{"question": "1 + 1?", "answer": "2"}], object()])
+def test_rows_in_place_of_a_dataset_name_lead_to_register_dataset(rows: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dataset: is .*register_dataset"):
+        TrainingConfig(dataset=rows)
+    with pytest.raises(UsageError, match="register_dataset"):
+        dataset_of(TrainingConfig(use_openrubrics=False))

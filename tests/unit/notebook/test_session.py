@@ -125,12 +125,21 @@ def test_rows_that_replace_others_get_their_prompts(sampling_calls: list[Any]) -
     ]
     prompts = [row["prompt"] for row in prepared.train_dataset]
     assert prompts == [[{"role": "user", "content": format_prompt("What is 1 + 1?", config)}], own]
+    tested = len(prepared.test_dataset)
+    said = f"own rows, tested on arithmetic: 2 rows to train on, {tested} to test"
+    assert ("dataset", said) in prepared.table().rows
+    prepared.test_dataset = [{"question": "And 1 + 2?", "answer": "3"}]
+    said = "own rows: 2 rows to train on, 1 to test"
+    assert ("dataset", said) in prepared.table().rows
     with pytest.raises(UsageError, match="A row is str"):
         prepared.test_dataset = ["What is 1 + 1?"]  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UsageError, match=r"column answer, .* columns question, gold, prompt"):
+        prepared.test_dataset = [{"question": "And 1 + 2?", "gold": "3"}]
+    assert len(prepared.test_dataset) == 1
 
 
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
-    sampling_calls: list[Any],
+    sampling_calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = TrainingConfig(
         model="tiny", dataset="arithmetic", dataset_max=20, num_batches=2, total_generation_steps=4
@@ -139,6 +148,7 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
     rows = [*prepared.train_dataset, *prepared.test_dataset]
     prepared.train_dataset = rows[:10]
     prepared.test_dataset = [{"question": rows[3]["question"].upper(), "answer": "1"}, *rows[10:]]
+    assert "1 of 10 rows" in capsys.readouterr().out
     for ask in (train_grpo, evaluate):
         with pytest.raises(UsageError, match="1 of 10 rows") as told:
             ask(config, prepared)
