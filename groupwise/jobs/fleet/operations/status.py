@@ -277,7 +277,8 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
             yield _alarm(
                 "draining",
                 f"{vm.vm_id} takes no new jobs: {vm.drain_reason}",
-                f"`groupwise fleet vm undrain {vm.vm_id}` once it is mended",
+                f"`groupwise fleet vm undrain {vm.vm_id}` "
+                + ("gives it jobs again" if vm.draining else "once it is mended"),
                 **vm_field,
             )
 
