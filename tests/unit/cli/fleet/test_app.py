@@ -182,6 +182,7 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
     _, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
     found = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
     assert [each["arguments"] for each in found] == [["echo", "one"], ["echo", "two"]]
+    assert [each["name"] for each in found] == ["echo one", "a.txt:2"]
     for line, words in (
         ('{"arguments": ["true"], "priority": "high"}', "priority"),
         ('{"arguments": ["true"], "output_dir": "../elsewhere"}', "output_dir"),
