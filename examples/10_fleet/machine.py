@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 folder, port = Path(sys.argv[1]).absolute(), int(sys.argv[2])
@@ -21,6 +22,15 @@ sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 if sshd is None:
     sys.exit("there is no sshd here: install the package openssh-server")
 
+
+def listens() -> bool:
+    """Whether a program listens at the port. To connect would make sshd complain of a login without a name."""
+    local, any_other, listening = f"0100007F:{port:04X}", "00000000:0000", "0A"
+    return f"{local} {any_other} {listening}" in Path("/proc/net/tcp").read_text()
+
+
+if listens():
+    sys.exit(f"another program uses the port {port}: choose another one")
 for key in (folder / "login", folder / "host_key"):
     if not key.exists():
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
@@ -35,6 +45,9 @@ settings = [
     "PidFile=none",
     "LogLevel=ERROR",
 ]
+# root's sshd needs this folder, and a container may lack it
+if os.geteuid() == 0:
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 # in a process group of its own, so that Ctrl-C comes to this program alone
 server = subprocess.Popen(
     [sshd, "-D", "-e", "-f", "/dev/null", *(f"-o{each}" for each in settings)],
@@ -50,6 +63,10 @@ options = {
     "--workdir": f"{folder}/work",
     "--trust": shown.stdout.split()[1],
 }
+while server.poll() is None and not listens():
+    time.sleep(0.05)
+if server.poll() is not None:
+    sys.exit("sshd has ended by itself; it says above why")
 words = [word for option in options.items() for word in option]
 print(f"groupwise fleet vm add {shlex.quote(folder.name)} {shlex.join(words)}", flush=True)
 

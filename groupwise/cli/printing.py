@@ -6,6 +6,7 @@ A model's text may contain anything; it is shown as plain text without control c
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -126,7 +127,11 @@ def print_held_out(held_out: Mapping[str, Any]) -> None:
 
 
 def print_next(*commands: tuple[str, str]) -> None:
-    """Print the commands that are useful now, each with its purpose below it."""
+    """Print the commands that are useful now, each with its purpose below it; none in a job, whose folder its reader is not in."""
+    from groupwise.jobs.hosts.spec import ATTEMPT_VARIABLE
+
+    if ATTEMPT_VARIABLE in os.environ:
+        return
     print_text("\nnext")
     for line, purpose in commands:
         print_text(f"  {line}\n    {one_line(purpose)}")

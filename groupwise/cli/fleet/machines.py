@@ -146,7 +146,7 @@ def add(
 
     The command shows the machine's host key. Jobs run there once that key is trusted: because it is in your known_hosts, because you give
     --trust or --yes, or because you answer yes. The command then logs in and prints what it finds; if it cannot log in, the machine is
-    not added. Without --host it adds a removed machine again.
+    not added. A removed machine keeps its settings if it is added again, and without --host its address.
 
     With --engine slurm the machine is a login node of Slurm, with --engine ray one that reaches Ray's dashboard. Then, without --host, it
     is this machine.
@@ -160,17 +160,19 @@ def add(
         raise UsageError(
             "--prepare and --python contradict each other: both say what jobs run with."
         )
-    body = {
-        "vm_id": vm,
-        "labels": pairs("--label", settings.label),
-        **settings.fields(),
-        "deadman": settings.deadman or None,
-        "engine": engine_options.of_new_machine(engine),
-    }
+    given = {"labels": pairs("--label", settings.label), **settings.fields()}
+    engine_settings = engine_options.of_new_machine(engine)
     with fleet(fleet_at, make=True) as access:
         trust_by = Trust(trust, trust_jump, yes, ask_user())
+        removed = _removed_machine(access, vm) if access.is_local and engine is None else None
+        body = {
+            "vm_id": vm,
+            **(given if removed is None else _with_earlier_settings(given, removed)),
+            "engine": engine_settings,
+        }
+        body["deadman"] = body["deadman"] or None
         if access.is_local:
-            location, trusted = _location(access, vm, ssh, trust_by, has_engine=engine is not None)
+            location, trusted = _location(removed, vm, ssh, trust_by, has_engine=engine is not None)
         else:
             location, trusted = _location_from_afar(vm, ssh, trust_by, prepare=prepare), False
         plan = EnvironmentOptions().plan() if prepare else None
@@ -230,8 +232,20 @@ def _record_first_look(
     return machine
 
 
+def _removed_machine(access: FleetClient, vm: str) -> dict[str, Any] | None:
+    """The machine that had this name and its own GPUs or slots, if it was removed."""
+    rows = (row for row in access.machines(removed=True) if not row["active"])
+    return next((row for row in rows if row["vm_id"] == vm and row["engine"] is None), None)
+
+
+def _with_earlier_settings(given: dict[str, Any], removed: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a removed machine that is added again: the given ones, else those that it had."""
+    settings = {name: removed[name] if value is None else value for name, value in given.items()}
+    return settings | {"labels": {**removed["labels"], **given["labels"]}}
+
+
 def _location(
-    access: FleetClient, vm: str, ssh: SshOptions, trust: Trust, *, has_engine: bool
+    removed: dict[str, Any] | None, vm: str, ssh: SshOptions, trust: Trust, *, has_engine: bool
 ) -> tuple[dict[str, Any], bool]:
     """The location fields of a new machine, and whether it is trusted. Without options, it is this machine if it has an engine, else the
     removed machine of this name."""
@@ -240,9 +254,6 @@ def _location(
     if ssh == SshOptions() and trust == Trust(ask=trust.ask):
         if has_engine:
             return {"transport": "local"}, True
-        # The machine that had this name and its own GPUs or slots, if it was removed.
-        rows = (row for row in access.machines(removed=True) if not row["active"])
-        removed = next((row for row in rows if row["vm_id"] == vm and row["engine"] is None), None)
         if removed is not None:
             if removed["host_key"] is not None:
                 say(f"{vm} has the host key {removed['fingerprint']} that was trusted before")

@@ -32,7 +32,7 @@ from groupwise.cli.parsing import (
 )
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import UsageError
-from groupwise.core.terminal.text import command_line
+from groupwise.core.terminal.text import command_line, one_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
@@ -462,7 +462,10 @@ def submit(
 
 
 def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The job of each line of a file, by its place (`--array FILE:LINE`); the line overrides the options."""
+    """The job of each line of a file, by its place (`--array FILE:LINE`); the line overrides the options.
+
+    Its name, unless one is given: the words of the line, or FILE:LINE for a JSON object.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -471,7 +474,7 @@ def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]
     for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        location = f"--array {file}:{line_number}"
+        location, name = f"--array {file}:{line_number}", f"{file.name}:{line_number}"
         if line.lstrip().startswith("{"):
             line_fields = json_object(location, line)
             # Objects (environment, hyperparams, labels …) are merged by key, everything else is replaced.
@@ -488,6 +491,9 @@ def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]
                     f"{location}: {error}: quotes are closed on the same line."
                 ) from None
             jobs[location] = {**base, "arguments": [*base.get("arguments", ()), *arguments]}
+            name = one_line(line.strip())[:256]
+        # Without a name, a list of the jobs would not tell them apart.
+        jobs[location].setdefault("name", name)
         if not any(jobs[location].get(key) for key in ("arguments", "job_type", "model")):
             raise UsageError(
                 f"{location}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."

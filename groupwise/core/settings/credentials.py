@@ -26,7 +26,7 @@ _IN_URL = re.compile(
 )
 _HEADER = re.compile(
     r"^\s*Bearer\s+(?![${<])\S{6,}\s*$"
-    r"|authorization[\"']?\s*[:=]\s*[\"']?(?:Bearer|Basic)\s+(?![${<])\S"
+    r"|authorization[\"']?\s*[:=]\s*[\"']?(?:Bearer|Basic)\s+(?![${<…])\S"
     r"|\bBearer\s+(?=\S*\d)[\w.~+/=-]{16,}",
     re.IGNORECASE,
 )

@@ -144,7 +144,13 @@ def fetch(
         }
         left_out = []
     else:
-        artefacts = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
+        try:
+            artefacts = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
+        except Refusal as refusal:
+            if refusal.code == "unknown_file" and source.checkpoints(job_id):
+                hint = f"`groupwise fleet fetch {job_id} --checkpoints` fetches its checkpoints."
+                raise Refusal(refusal.code, f"{refusal.message} {hint}") from None
+            raise
         available, left_out = _parse_manifest(artefacts["files"]), artefacts["left_out"]
         request = DownloadRequest(request.paths, False, artefacts["epoch"], request.rank)
     files = choose_files(available, request.paths, job_id)

@@ -161,7 +161,7 @@ def _event_line(session: Session, event: Event) -> str | None:
             return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
         case events.JOB_PENDING:
             reasons = [] if job is None else job.blocked_reasons or []
-            return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
+            return f"{event.job_id} waits" + (f": {'; '.join(reasons[:2])}" if reasons else "")
         case events.ATTEMPT_RUNNING:
             location = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
             gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"

@@ -495,8 +495,8 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
     raise UsageError(
         "files of the project have lines that look like credentials, which others could read on the other machine:"
         + "".join(f"\n  {line}" for line in listed)
-        + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or send "
-        "the files as they are: --file PATH."
+        + f"\nTake the credentials out, leave the files out (--exclude PATTERN, or .gitignore), write `{ALLOWLISTED}` into "
+        "lines that hold none, or send the files as they are: --file PATH."
     )
 
 

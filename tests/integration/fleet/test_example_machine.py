@@ -52,7 +52,10 @@ def test_the_machine_of_the_example_can_be_lost_and_found(tmp_path: Path) -> Non
     with contextlib.ExitStack() as connections:
         with playing(tmp_path / "one", port) as said:
             assert said[:5] == ["groupwise", "fleet", "vm", "add", "one"]
-            wait_until(lambda: add(*said[4:]) == 0, "its first answer")
+            assert add(*said[4:]) == 0
+            second = [sys.executable, str(EXAMPLE), str(tmp_path / "two"), str(port)]
+            refused = subprocess.run(second, check=False, stdout=subprocess.PIPE, timeout=TIMEOUT_S)
+            assert (refused.returncode, refused.stdout) == (1, b"")
             connection = connections.enter_context(connected(tmp_path / "one" / "login", port))
         assert connection.wait(TIMEOUT_S) != 0
     assert call(environment, "vm", "remove", "one").returncode == 0

@@ -18,6 +18,7 @@ from groupwise.cli.main import documentation, main
 from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.core.errors import ConfigError, NothingScoredError
 from groupwise.engine.distributed import prefork
+from groupwise.jobs.hosts.spec import ATTEMPT_VARIABLE
 from groupwise.training.config import RunConfig
 
 
@@ -215,6 +216,11 @@ def test_a_dry_run_names_the_command_that_does_it(
         assert shown[3] == f"  {words}"
     assert run([*before, *typed, "--dry_run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == planned
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "job.1")
+    assert run([*before, *typed, "--dry_run"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["prompts  3"], (
+        "no command works outside its job"
+    )
 
 
 # --- failures

@@ -483,6 +483,7 @@ def _member_evidence(member: MemberView) -> dict[str, Any]:
             "reason": str(member.exit.reason),
             "oom_kill": member.exit.oom_kill,
             "leftovers": member.exit.leftovers,
+            "seconds": member.exit.seconds,
             "tail": member.exit.tail[-2000:],
         }
     return evidence

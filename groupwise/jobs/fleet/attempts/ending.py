@@ -143,7 +143,7 @@ def _move_job(
     if verdict.status is JobStatus.FAILED:
         job.failure_reason = verdict.reason
     if verdict.status in FINAL:
-        job.end_time = datetime.fromtimestamp(now, UTC)
+        job.end_time = datetime.fromtimestamp(attempt.command_ended_at or now, UTC)
     detail = {
         "exit_code": exit_code,
         "outcome": move.outcome,

@@ -22,6 +22,7 @@ from groupwise.jobs.fleet.store.tables import (
     Project,
     Reservation,
 )
+from groupwise.jobs.hosts.answers import RunnerState
 
 Document = dict[str, Any]
 
@@ -31,6 +32,7 @@ JOB_FIELDS = tuple(
     "assigned_vm gpu_index exit_code log_path submitted_by request resources spent spec_hash idempotency_key "
     "not_before waiting_since cancel_requested_at".split()
 )
+MAY_RUN = frozenset({RunnerState.QUEUED, RunnerState.CLAIMED, RunnerState.RUNNING})
 LISTED_FIELDS = tuple(
     "job_id name job_type project status priority model retry_count generation failure_reason blocked_reasons assigned_vm "
     "gpu_index exit_code submitted_by not_before cancel_requested_at".split()
@@ -83,7 +85,10 @@ def _job_times(job: Job) -> Document:
 def attempt_document(
     attempt: Attempt, members: list[Member], reservations: list[tuple[Reservation, GPU | None]]
 ) -> Document:
-    """One attempt, with its members and the GPUs of each."""
+    """One attempt, with its members and the GPUs of each.
+
+    A member that was last reported as running, and of which its machine holds nothing any more, has ended.
+    """
     return {
         "epoch": attempt.epoch,
         "generation": attempt.generation,
@@ -102,12 +107,12 @@ def attempt_document(
         else attempt.resume_from.get("step"),
         "created_at": attempt.created_at,
         "running_at": attempt.running_at,
-        "ended_at": attempt.ended_at,
+        "ended_at": attempt.command_ended_at,
         "members": [
             {
                 "rank": member.rank,
                 "vm_id": member.vm_id,
-                "state": member.state,
+                "state": "ended" if member.released and member.state in MAY_RUN else member.state,
                 "handle": member.handle,
                 "log_offset": member.log_offset,
                 "released": member.released,

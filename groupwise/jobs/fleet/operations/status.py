@@ -18,7 +18,14 @@ from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
 from groupwise.jobs.fleet.operations import find, machines
 from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.operations.documents import Document, process_document
-from groupwise.jobs.fleet.processes import FOLDER, NATS_CURSOR, PUBLISHING, RELEASE, UNOBSERVED
+from groupwise.jobs.fleet.processes import (
+    FOLDER,
+    NATS_CURSOR,
+    PUBLISHING,
+    RELEASE,
+    UNOBSERVED,
+    is_gone,
+)
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.jobs.fleet.store import events
@@ -85,7 +92,8 @@ def processes(session: Session) -> list[Document]:
     ).all()
     documents = [process_document(row, now) for row in rows]
     for document in documents:
-        document["alive"] = document["silent_seconds"] <= SILENT_SECONDS
+        is_silent = document["silent_seconds"] > SILENT_SECONDS
+        document["alive"] = not is_silent and not is_gone(document["pid"], document["facts"])
     return sorted(documents, key=lambda document: not document["alive"])
 
 
@@ -277,7 +285,8 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
             yield _alarm(
                 "draining",
                 f"{vm.vm_id} takes no new jobs: {vm.drain_reason}",
-                f"`groupwise fleet vm undrain {vm.vm_id}` once it is mended",
+                f"`groupwise fleet vm undrain {vm.vm_id}` "
+                + ("gives it jobs again" if vm.draining else "once it is mended"),
                 **vm_field,
             )
 

@@ -62,8 +62,8 @@ def _unmet_dependency(entry: str, statuses: Mapping[str, str]) -> Unmet | None:
         return Unmet(
             job_id, f"job {job_id}, which it was to come after, {description}", unsatisfiable=True
         )
-    condition = "completed" if must_complete else "ended"
-    return Unmet(job_id, f"waits until job {job_id} has {condition}; that one is {status}")
+    condition = " and must complete" if must_complete else ""
+    return Unmet(job_id, f"it comes after job {job_id}, which is {status}{condition}")
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:

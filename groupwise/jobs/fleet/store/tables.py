@@ -366,6 +366,17 @@ class Attempt(Base):
     created_at: Mapped[float] = mapped_column(Float)
     running_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
+    """When the control plane recorded its end, which may be long after it if the control plane was down."""
+
+    @property
+    def command_ended_at(self) -> float | None:
+        """When its command ended, by the seconds that its machines counted; `ended_at` if they did not, or not all of them."""
+        members: list[dict[str, Any]] = self.evidence.get("members") or []
+        exits: list[dict[str, Any]] = [member.get("exit") or {} for member in members]
+        seconds = [each["seconds"] for each in exits if each.get("seconds") is not None]
+        if self.ended_at is None or self.running_at is None or not 0 < len(seconds) == len(members):
+            return self.ended_at
+        return min(self.ended_at, self.running_at + max(seconds))
 
 
 class Member(Base):

@@ -8,13 +8,15 @@ import os
 import signal
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import MAX_LINES
-from groupwise.cli.fleet import follow
+from groupwise.cli.fleet import follow, machines
 from groupwise.cli.fleet.machines import LOCATION
+from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.local import LocalFleet
 from groupwise.jobs.fleet.processes import hold_role
 from groupwise.jobs.fleet.store import schema, triggers
@@ -180,6 +182,7 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
     _, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
     found = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
     assert [each["arguments"] for each in found] == [["echo", "one"], ["echo", "two"]]
+    assert [each["name"] for each in found] == ["echo one", "a.txt:2"]
     for line, words in (
         ('{"arguments": ["true"], "priority": "high"}', "priority"),
         ('{"arguments": ["true"], "output_dir": "../elsewhere"}', "output_dir"),
@@ -316,18 +319,39 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
 # --- machines
 
 
-def test_a_removed_machine_is_added_again_by_its_name(seen: Command, folder: Path) -> None:
-    """With its login; and the jobs that wait for it are named when it is removed."""
+def test_a_removed_machine_is_added_again_by_its_name(
+    seen: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its login and settings; and the jobs that wait for it are named when it is removed."""
     with LocalFleet(place_in(folder), "user:ada") as access:
         access.add_machine({"vm_id": "local", "transport": "local", "workdir": "/srv/work"})
+    settings = {"labels": {"disk": "fast"}, "cpu_slots": 3, "deadman": 600.0, "projects": ["one"]}
     for name in ("local", "vm-1"):
+        own = ("--label", "disk=fast", "--cpu-slots", "3", "--deadman", "10min", "--project", "one")
+        assert seen("vm", "set", name, *own)[0] == 0
         job = submitted(seen, "--vm", name, "--", "true")
         before = json.loads(seen("vm", "show", name, "--json")[1])
         assert f"waits for it: {job}" in seen("vm", "remove", name)[2]
         assert seen("vm", "add", name)[0] == 0
         after = json.loads(seen("vm", "show", name, "--json")[1])
+        assert {field: after[field] for field in settings} == settings
         for field in (*LOCATION, "workdir", "active"):
             assert after[field] == before[field], field
+    with closing(connect(f"sqlite:///{folder / 'fleet.db'}")) as database:
+        database.run(lambda s: setattr(s.get_one(VM, "vm-1"), "host_key", "ssh-ed25519 AAAA"))
+    seen("vm", "set", "vm-1", "--workdir", "/srv/jobs")
+    seen("vm", "remove", "vm-1")
+    looked_at: list[dict[str, Any]] = []
+
+    def observe(machine: dict[str, Any]) -> None:
+        looked_at.append(machine)
+        raise UsageError("seen")
+
+    monkeypatch.setattr(machines, "observe_new", observe)
+    assert seen("vm", "add", "vm-1")[0] == 2
+    assert looked_at[0]["workdir"] == "/srv/jobs"
+    monkeypatch.setattr(machines, "observe_new", lambda _: None)
+    assert seen("vm", "add", "vm-1")[0] == 0
     seen("vm", "drain", "vm-1", "--reason", "new disk on Friday " * 9)
     assert ("new disk on Friday " * 9).strip() in seen("vm", "list")[1], "no terminal, nothing cut"
     code, _, err = seen("vm", "add", "never")

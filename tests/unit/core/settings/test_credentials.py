@@ -22,6 +22,7 @@ HARMLESS = (
     "https://host.org/a@b", "git@github.com:me/it.git", "ssh://git@github.com/me/it.git",
     "https://${USER}:${PASSWORD}@host.org", "https://host.org/v1?api_key=$KEY&lang=en",
     "https://host.org/v1?page_token_count=3", "Bearer $TOKEN", "Authorization: Bearer {token}",
+    "Authorization: Bearer …",
     "Return it to the bearer promptly", "The bearer responsibilities", "sk-learn-intelex",
     "hf_transformers", "hf_Testing1/tiny", "task-sk-0123456789", "me@example.org",
 )  # fmt: skip

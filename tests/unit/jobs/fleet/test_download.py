@@ -211,6 +211,17 @@ def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
         fetch(fleet, "job-1", tmp_path, DownloadRequest(["weights"]))
 
 
+def test_without_outputs_the_checkpoints_are_named(tmp_path: Path) -> None:
+    class Running(Fleet):
+        def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Any:
+            raise Refusal("unknown_file", f"{job_id} is running.")
+
+    with pytest.raises(Refusal, match="fetch job-1 --checkpoints"):
+        fetch(Running(Left(), [{"path": "outputs"}]), "job-1", tmp_path, DownloadRequest())
+    with pytest.raises(Refusal, match=r"running\.$"):
+        fetch(Running(Left()), "job-1", tmp_path, DownloadRequest())
+
+
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "", "a//b"])
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     left = Left()

@@ -67,3 +67,13 @@ async def test_a_line_about_a_silent_machine_names_machine_and_job(
         [line], _ = database.read(listener._next_lines)
         assert "gpu-1" in line
         assert job_id in line
+
+
+async def test_a_line_about_a_waiting_job_says_why_the_machine_does_not_take_it(
+    database: Database, tmp_path: Path
+) -> None:
+    add_machine(database, "gpu-1", drain_reason="it burns")
+    submit(database, gpus=0)
+    assert claim_some(database) == []
+    lines, _ = database.read(EventListener(place_in(tmp_path), database, print)._next_lines)
+    assert "it burns" in lines[-1]

@@ -22,6 +22,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.operations import status
 from groupwise.jobs.fleet.processes import (
     FOLDER_IDENTITY,
     delete_ended_processes,
@@ -31,7 +32,7 @@ from groupwise.jobs.fleet.processes import (
     is_gone,
     role_holder,
 )
-from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.database import Database, database_time
 from groupwise.jobs.fleet.store.tables import ControlProcess
 
 
@@ -105,6 +106,20 @@ def test_a_starting_process_removes_rows_of_processes_that_ended(
     database.run(lambda s: delete_ended_processes(s, "dispatcher", alone=alone))
     found = database.read(lambda s: list(s.scalars(select(ControlProcess.owner))))
     assert sorted(found) == left
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_process_that_was_killed_here_counts_as_dead_at_once(
+    database: Database, is_there: bool
+) -> None:
+    def write(session: Session) -> None:
+        now = database_time(session)
+        known = facts(os.getpid()) if is_there else facts(os.getpid(), ticks=1)
+        about = {"host": "h", "pid": os.getpid(), "started_at": now, "seen_at": now}
+        session.add(ControlProcess(owner="o", role="dispatcher", facts=known, **about))
+
+    database.run(write)
+    assert ("dispatcher" in database.read(status.missing_roles)) is not is_there
 
 
 def test_the_lock_of_a_role_names_its_process_and_refuses_a_second(tmp_path: Path) -> None:

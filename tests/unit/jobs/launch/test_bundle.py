@@ -94,6 +94,7 @@ def test_a_line_that_looks_like_a_credential_does_not_travel_by_itself(
     write(project, {"pack/found.ipynb": "x" * 9000 + f"\n{line}\n", "large.js": "eyJ" * 9000})
     with pytest.raises(UsageError, match=r"look like credentials[^:]*:\n  pack/found\.ipynb\nTake"):
         bundle(project)
+    assert "pack/found.ipynb" not in bundle(project, exclude=["*.ipynb"]).files
     for take in ("pack/found.ipynb", "pack"):
         assert "pack/found.ipynb" in bundle(project, take=[take]).files
     said = line.replace("\n", "  # pragma: allowlist secret\n") + "  # pragma: allowlist secret\n"

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy.orm import Session
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import Stale
-from groupwise.jobs.fleet.operations import machines, status
+from groupwise.jobs.fleet.operations import jobs, machines, status
 from groupwise.jobs.fleet.operations.actor import Actor
 from groupwise.jobs.fleet.queue import claim, failures
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
@@ -191,6 +192,19 @@ def test_attempt_and_job_end_together_and_once(fleet: InProcessFleet, epoch: int
     assert row(fleet, Job).status == "completed"
     assert row(fleet, Job).end_time is not None
     assert events(fleet).count("job.completed") == 1
+
+
+def test_a_job_took_the_seconds_that_its_machine_counted(fleet: InProcessFleet, epoch: int) -> None:
+    """Even if the fleet was down when the job ended."""
+    advance(fleet, epoch, AttemptState.LAUNCHING, AttemptState.RUNNING, AttemptState.COLLECTING)
+    started = fleet.database.run(database_time) - 100.0
+    fleet.database.run(lambda s: s.execute(update(Attempt).values(running_at=started)))
+    exit_record = {"code": 0, "signal": None, "tail": "", "seconds": 20.0}
+    end(fleet, epoch, replace(SUCCESS, evidence={"members": [{"exit": exit_record}]}))
+    assert row(fleet, Attempt).ended_at >= started + 100.0
+    job = fleet.database.read(lambda s: jobs.show(s, ADA, "job"))
+    assert job["attempts"][0]["ended_at"] == started + 20.0
+    assert datetime.fromisoformat(job["end_time"]).timestamp() == int(started + 20.0)
 
 
 def test_reservations_of_a_live_attempt_cannot_be_released(
@@ -401,16 +415,23 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     def welcome() -> bool:
         return fleet.database.run(lambda s: records.return_to_use(s, "me", vm_id))
 
+    def shown_state() -> str:
+        job = fleet.database.read(lambda s: jobs.show(s, ADA, "job"))
+        return job["attempts"][0]["members"][0]["state"]
+
     assert not welcome()
     end(fleet, epoch, failed(FailureClass.HOST_LOST))
     fleet.database.run(lambda s: ending.abandon(s, epoch, "me", 0))
     assert fleet.open_reservations() == []
     assert row(fleet, Attempt).cleanup == Cleanup.CLEAN
     assert not welcome()
+    fleet.database.run(lambda s: s.execute(update(Member).values(state="running")))
+    assert shown_state() == "running"
     (left,) = fleet.database.read(lambda s: records.unreleased_members(s, vm_id))
     assert (left.job_id, left.epoch, left.rank) == ("job", epoch, 0)
     assert left.gpus == (row(fleet, GPU, GPU.vm_id == vm_id).uuid,)
     fleet.database.run(lambda s: records.record_released(s, epoch, 0))
+    assert shown_state() == "ended"
     assert (welcome(), welcome()) == (True, False)
     assert row(fleet, VM, VM.vm_id == vm_id).lost_at is None
 

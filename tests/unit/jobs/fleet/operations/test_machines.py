@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.machines import observation
-from groupwise.jobs.fleet.operations import machines, prune
+from groupwise.jobs.fleet.operations import machines, prune, status
 from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.store.database import database_time
 from groupwise.jobs.fleet.store.tables import VM, Job
@@ -31,6 +31,8 @@ def set_columns(small: Any, vm_id: str, **columns: Any) -> None:
 def test_a_removed_machine_may_come_back(small: Any) -> None:
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
     small.do(machines.drain, "gpu-1", "noisy")
+    (alarm,) = [a for a in small.do(status.overview)["alarms"] if a["kind"] == "draining"]
+    assert alarm["remedy"] == "`groupwise fleet vm undrain gpu-1` gives it jobs again"
     assert small.do(machines.remove, "gpu-1")["active"] is False
     assert small.do(machines.listing) == []
     with pytest.raises(Refusal, match="was removed"):

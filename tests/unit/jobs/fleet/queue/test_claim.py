@@ -263,7 +263,7 @@ def test_a_job_waits_for_others(database: Database) -> None:
     assert claimed_ids(database) == ["first"]
     waiting = job_of(database, "then")
     assert (waiting.status, waiting.blocked_on, waiting.waiting_since) == ("pending", "first", None)
-    assert waiting.blocked_reasons == ["waits until job first has ended; that one is running"]
+    assert waiting.blocked_reasons == ["it comes after job first, which is running"]
     assert finish(database, "first", "failed", "crashed") == 2
     assert claimed_ids(database) == ["then"]
     hopeless = job_of(database, "if-well")
