@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -362,8 +364,10 @@ if __name__ == "__main__":
 """
 
 
-def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
-    values, report = made("a.py", MADE)
+@pytest.mark.parametrize("seed", ["", "set_seed(HfArgumentParser().parse_args().seed)"])
+def test_rows_that_a_script_makes_itself_come_from_a_task_file(seed: str) -> None:
+    """A seed of the command line does not matter to rows that are not drawn."""
+    values, report = made("a.py", MADE.replace("def chat", f"{seed}\n    def chat"))
     assert findings_of(report) == set()
     assert "data" not in values
     assert "--task-module a-groupwise.py" in report.details["next"][0]
@@ -397,11 +401,43 @@ GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows{held_out}).t
         assert held == [prompt.replace("+", end) for prompt in prompts]
 
 
+SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
+
+
+@pytest.mark.parametrize(
+    "seed", ["random.seed(SEED)", "numpy.random.seed(seed=SEED)", "fix_seed(SEED)"]
+)
+@pytest.mark.parametrize("by_function", [True, False])
+def test_rows_that_a_script_draws_with_a_seed_are_the_same_in_each_process(
+    seed: str, by_function: bool
+) -> None:
+    draw = "[f'{random.random()} {numpy.random.random()}' for _ in range(9)]"
+    rows = (
+        "[{'prompt': p} for p in draw()]" if by_function else f"[{{'prompt': p}} for p in {draw}]"
+    )
+    made("a.py", f"""{SEEDS}{seed}
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def draw(): return {draw}
+GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset={rows}).train()""")  # fmt: skip
+    prompts: list[list[list[str]]] = []
+    for state in range(2):
+        random.seed(state)
+        numpy.random.seed(state)
+        Path(f"{state}.py").write_text(Path("a-groupwise.py").read_text())
+        examples = load_task(f"{state}.py").rl_examples(load_config("a-groupwise.yaml").config)
+        prompts.append([str(each.prompt).split() for each in examples])
+    first, second = prompts
+    same = [index for index in (0, 1) if first[0][index] == second[0][index]]
+    assert same == {"r": [0], "n": [1], "f": [0, 1]}[seed[0]]
+
+
 @pytest.mark.parametrize(("before", "after"), [
+    ("    rows =", "    random.seed(HfArgumentParser().parse_args().seed)\n    rows ="),
     ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
 ])  # fmt: skip
 def test_rows_that_need_more_than_the_file_are_reported(before: str, after: str) -> None:
-    _, report = made("a.py", MADE.replace(before, after))
+    drawn = MADE.replace("str(n)", "str(n + random.random())")
+    _, report = made("a.py", f"import random\n{drawn.replace(before, after)}")
     assert findings_of(report) == {"train_dataset", "eval_dataset"}
     assert "--task-module TASK.py" in report.details["next"][0]
 
