@@ -69,7 +69,11 @@ DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
 """The names of `load_dataset` for the formats of `data_files`."""
-OTHER_DATASET_REASON = "`{}` is not a split of the set that is trained on"
+OTHER_DATASET_REASON = "`{}` has rows of another file or dataset than those that are trained on"
+OTHER_DATASET_REMEDY = (
+    "If both are files, put them into one folder as train.jsonl and test.jsonl, and set data.dataset_name=FOLDER "
+    "data.dataset_test_split=test; else leave data out, and return both from get_rl_dataset and get_eval_dataset of a task file"
+)
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -367,9 +371,8 @@ class _Reader:
                 if isinstance(container, ParsedCall) and container.kind == DATASET_LOADER:
                     was_split = SPLIT in container.arguments
                     split = container.arguments.get("split") if was_split else key
-                    return ParsedCall(
-                        DATASET_LOADER, node.lineno, {**container.arguments, "split": split}
-                    )
+                    arguments = {**container.arguments, "split": split, "source": ast.unparse(node)}
+                    return ParsedCall(DATASET_LOADER, node.lineno, _file_of_split(arguments))
                 has_key = (
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
@@ -440,24 +443,30 @@ class _Reader:
 
     def _loaded_dataset(self, node: ast.Call) -> Any:
         """A dataset, or a list of datasets if several splits are loaded at once."""
-        arguments = self._read_arguments(node, DATASET_ARGUMENTS)
+        arguments = self._read_arguments(node, DATASET_ARGUMENTS) | {"source": ast.unparse(node)}
         if arguments.get("path") in FILE_FORMATS and "data_files" in arguments:
             arguments |= {"path": arguments.pop("data_files"), "name": None}
         splits = arguments.get("split")
         if not isinstance(splits, list):
-            self.calls.append(dataset := ParsedCall(DATASET_LOADER, node.lineno, arguments))
+            dataset = ParsedCall(DATASET_LOADER, node.lineno, _file_of_split(arguments))
+            self.calls.append(dataset)
             return dataset
-        split_names = cast("list[Any]", splits)
         datasets = [
-            ParsedCall(DATASET_LOADER, node.lineno, arguments | {"split": split})
-            for split in split_names
+            ParsedCall(
+                DATASET_LOADER,
+                node.lineno,
+                _file_of_split(
+                    {**arguments, "split": split, "source": f"{ast.unparse(node)}[{index}]"}
+                ),
+            )
+            for index, split in enumerate(cast("list[Any]", splits))
         ]
         self.calls += datasets[:1]
         return datasets
 
     def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
         """The dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
-        arguments = dict(owner.arguments)
+        arguments = {**owner.arguments, "source": ast.unparse(node)}
         if function_name == SPLIT:
             sizes = self._read_arguments(node, ("test_size", "train_size"))
             test, train = sizes.get("test_size"), sizes.get("train_size")
@@ -471,7 +480,7 @@ class _Reader:
                 else Unread(f"test_size={_as_source(test)}", node.lineno, why, remedy)
             )
         if function_name == "shuffle":
-            return owner
+            return replace(owner, arguments=arguments)
         arguments["changes"] = [*arguments.get("changes", ()), function_name]
         if function_name not in CHANGES_OF_NO_ROW:
             arguments["row_changes"] = [*arguments.get("row_changes", ()), node]
@@ -604,7 +613,8 @@ class _Reader:
             value = ParsedCall(DATASET_LOADER, line, {**loads[0].arguments, **changes})
         path = value.arguments.get("path")
         if not isinstance(path, str):
-            settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=TASK_REMEDY)
+            source = str(value.arguments["source"])
+            settings.setdefault("train_dataset", Unread(source, value.line, remedy=TASK_REMEDY))
             return
         settings["dataset_name"] = path
         for key, argument_name in (
@@ -663,9 +673,9 @@ class _Reader:
             return
         path, split = value.arguments.get("path"), value.arguments.get("split")
         if path != settings.get("dataset_name") or not isinstance(split, str):
-            source = _as_source([path, split])
+            source = str(value.arguments["source"])
             settings["eval_dataset"] = Unread(
-                source, value.line, OTHER_DATASET_REASON, HELD_OUT_REMEDY
+                source, value.line, OTHER_DATASET_REASON, OTHER_DATASET_REMEDY
             )
         elif SPLIT not in settings:
             settings.setdefault("dataset_test_split", split)
@@ -714,6 +724,16 @@ class _Reader:
         if rest:
             return f"{module.replace(':', '.')}:{rest}" if head in self.imported else value
         return module or f":{head}"
+
+
+def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `load_dataset`; if its `data_files` name a file for each split, with the file of the chosen split."""
+    files, split = arguments.get("path"), arguments.get("split")
+    if not isinstance(files, dict) or not isinstance(split, str):
+        return arguments
+    name, bracket, part = split.partition("[")  # a file by itself has only the split `train`
+    path = cast("dict[str, Any]", files).get(name, files)
+    return {**arguments, "path": path, "split": f"train{bracket}{part}"}
 
 
 def _is_number(value: Any) -> bool:

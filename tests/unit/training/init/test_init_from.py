@@ -252,6 +252,9 @@ X = {"dataset_split": "x"}
     ('load_dataset("a/b", split="train")', {"dataset_name": "a/b"}, False),
     ('load_dataset("a/b", "m", revision="c")["x"]', {"dataset_name": "a/b", "dataset_config": "m", "dataset_revision": "c", **X}, False),
     ('load_dataset("json", data_files="a.jsonl", split="x").shuffle(seed=1)', {"dataset_name": "a.jsonl", **X}, False),
+    ('load_dataset("csv", data_files={"x": "a.csv"}, split="x[:9]")', {"dataset_name": "a.csv", "dataset_split": "train[:9]"}, False),
+    ('load_dataset("json", data_files={"x": "a.jsonl", "y": "b"})["x"].shuffle()', {"dataset_name": "a.jsonl"}, False),
+    ('load_dataset("json", data_files={"x": parse_args().f, "y": "b"})["x"]', None, True),
     ('load_dataset("a/b").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.1}, False),
     ('load_dataset("a/b").train_test_split(train_size=0.7, seed=1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.3}, False),
     ('load_dataset("a/b").train_test_split()["train"].select(range(9))', {"dataset_name": "a/b", "test_split_size": 0.25}, True),
@@ -452,6 +455,28 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
     config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
     assert config["data"] == {"dataset_name": "a/b"}
     assert findings_of(report) == {"eval_dataset", "system_prompt"}
+
+
+@pytest.mark.parametrize(
+    "files", ["{'x': FILES, 'y': 'held.jsonl'}", "dict(x=FILES, y='held.jsonl')"]
+)
+@pytest.mark.parametrize("rows", ["['a.jsonl', 'b.jsonl']", "'a.jsonl'"])
+def test_rows_from_files_of_their_own(files: str, rows: str) -> None:
+    """Several files together are loaded as the script loads them; a single one is named, and the file of held-out rows is reported."""
+    for name in ("a", "b", "held"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}))
+    values, report = made("a.py", f"""from datasets import load_dataset
+def f(completions, **kwargs): return [0.0 for _ in completions]
+DATA = load_dataset("json", data_files={files.replace("FILES", rows)})
+GRPOTrainer("tiny", f, GRPOConfig(beta=0.1), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
+    if rows[0] == "[":
+        task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
+        assert findings_of(report) == set()
+        assert {str(each.prompt) for each in task.rl_examples(config)} == {"a", "b"}
+        assert [str(each.prompt) for each in task.eval_examples(config)] == ["held"]
+    else:
+        assert values["data"] == {"dataset_name": "a.jsonl"}
+        assert findings_of(report) == {"eval_dataset"}
 
 
 def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
