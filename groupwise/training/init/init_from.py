@@ -63,7 +63,7 @@ OF_INIT = '"""Written by groupwise init:'
 """How the module with copied functions begins; no other file is overwritten."""
 
 KeyStatus = Literal["taken", "default", "no effect", "no equivalent", "unread"]
-"""The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
+"""The status of a key: `default` has the default of both sides; `no effect` is overridden, or does not influence what is learnt."""
 
 
 @dataclass(slots=True)
@@ -266,7 +266,7 @@ def _report_ineffective_keys(translation: Translation) -> None:
         (
             "no effect",
             "keys without effect",
-            "change how it is computed or shown, not what is learnt",
+            "do not change what is learnt here",
         ),
         ("default", "keys at a default", "have their default values"),
     ):
@@ -482,7 +482,7 @@ def _translate_lora(translation: Translation) -> None:
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         return
     if translation.take("use_peft"):
         translation.remark("use_peft", "trains an adapter, as the section lora does here")
@@ -544,7 +544,7 @@ def _translate_batch(translation: Translation) -> None:
     steps = translation.take("steps_per_generation")
     if generation_batch is not None and steps is not None:
         # A dumped config has both; steps_per_generation suffices.
-        translation.key_statuses["generation_batch_size"] = "default"
+        translation.key_statuses["generation_batch_size"] = "no effect"
     elif generation_batch is not None:
         steps = Fraction(generation_batch, device * translation.processes)
     reuse = Fraction(accumulation if steps is None else steps, accumulation)
@@ -562,7 +562,7 @@ def _translate_batch(translation: Translation) -> None:
         translation.choose(
             "training.prompts_per_step",
             max(int(reuse), round(prompts * reuse)),
-            "All groups that are sampled before these updates.",
+            f"{translation.choices['training.prompts_per_step'].reason} Times {int(reuse)}: all groups sampled before these updates.",
         )
     elif reuse < 1:
         translation.remark(
@@ -589,7 +589,7 @@ def _translate_length(translation: Translation) -> None:
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
         if "num_train_epochs" in translation.settings:
-            translation.key_statuses["num_train_epochs"] = "default"
+            translation.key_statuses["num_train_epochs"] = "no effect"
     else:
         translation.choose("training.max_steps", None, "The number of epochs decides the length.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
@@ -712,7 +712,7 @@ def _translate_correction(translation: Translation) -> None:
     if not translation.settings.get("use_vllm") or not correction:
         for name in names:
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         return
     translation.choose(
         "algorithm.importance_sampling_correction",
@@ -774,13 +774,13 @@ def _translate_warmup(translation: Translation, schedule: str) -> None:
         translation.choose(f"training.{key}", warmup, translation.origin("warmup_steps"))
         if "warmup_ratio" in translation.settings:
             translation.key_statuses["warmup_ratio"] = (
-                "default"  # the steps have priority, in TRL as well
+                "no effect"  # the steps have priority, in TRL as well
             )
     if schedule == "constant" and translation.settings.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
             translation.choices.pop(f"training.{name}", None)
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         translation.remark(
             "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
         )
@@ -856,10 +856,11 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
     dict_entries = [cast("dict[str, Any]", entry) for entry in rewards if isinstance(entry, dict)]
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
-        for name, (key, _) in parameters.items():
+        for name, (key, default) in parameters.items():
             if name in translation.settings:
                 is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
-                translation.key_statuses.setdefault(name, "taken" if is_used else "default")
+                unused = "default" if translation.settings[name] == default else "no effect"
+                translation.key_statuses.setdefault(name, "taken" if is_used else unused)
                 entries_text += [name] if is_used else []
     if not rewards:
         if "reward_weights" in translation.settings:
@@ -987,7 +988,7 @@ def _translate_run(translation: Translation) -> None:
             translation.choose("run.name", folder.name, translation.origin("output_dir"))
     evaluates = translation.settings.get("do_eval") or _evaluates(translation)
     if "dataset_test_split" in translation.settings and not evaluates:
-        translation.key_statuses["dataset_test_split"] = "default"
+        translation.key_statuses["dataset_test_split"] = "no effect"
         translation.remark(
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
@@ -1003,7 +1004,7 @@ def _translate_run(translation: Translation) -> None:
         )
         translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
-        translation.key_statuses |= {"eval_steps": "default"} if eval_steps else {}
+        translation.key_statuses |= {"eval_steps": "no effect"} if eval_steps else {}
         if _evaluates(translation):
             translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
@@ -1017,7 +1018,7 @@ def _translate_run(translation: Translation) -> None:
             "hub_model_revision",
             "hub_private_repo",
         }:
-            translation.key_statuses[name] = "default"
+            translation.key_statuses[name] = "no effect"
 
 
 def _translate_sinks(translation: Translation) -> None:
@@ -1041,5 +1042,5 @@ def _translate_sinks(translation: Translation) -> None:
     for name in translation.settings.keys() & (
         names | (set() if tables else {"log_unique_prompts"})
     ):
-        translation.key_statuses[name] = "default"
+        translation.key_statuses[name] = "no effect"
         translation.remark(name, "is not taken over: report_to names no such sink")

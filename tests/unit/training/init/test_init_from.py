@@ -504,6 +504,17 @@ def test_texts_that_end_a_completion() -> None:
     assert (config["sampler"]["stop"], findings_of(report) | findings_of(again)) == (["x"], set())
 
 
+@pytest.mark.parametrize(("lines", "statuses"), [
+    ("num_train_epochs: 1\nmax_steps: 9", "no effect, taken"), ("warmup_ratio: 0.1\nwarmup_steps: 2", "no effect, taken"),
+    ("per_device_train_batch_size: 4\nsteps_per_generation: 2", "taken, taken"), ("lora_r: 4\nuse_peft: false", "no effect, default"),
+    ("eval_steps: 3\nlearning_rate: 1.0e-06", "no effect, taken"), ("warmup_ratio: 0\ntemperature: 0.5", "default, taken"),
+])  # fmt: skip
+def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> None:
+    _, report = small(lines)
+    keys = [line.partition(":")[0] for line in lines.split("\n")]
+    assert ", ".join(report.details["keys"][key] for key in keys) == statuses
+
+
 @pytest.mark.parametrize(("lines", "name"), [
     ("loss_type: bnpo\nimportance_sampling_level: sequence", "loss_type"), ("importance_sampling_level: sequence", "loss_type"),
     ("steps_per_generation: 2\ngradient_accumulation_steps: 4", "steps_per_generation"), ("use_peft: true", "use_peft"),
