@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
+from groupwise.core.terminal.text import shorten
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
@@ -37,7 +38,7 @@ class Unread:
     def explanation(self) -> str:
         """Why the value could not be read, for a message about its key."""
         prefix = f"line {self.line}: " if self.line else ""
-        return prefix + self.why.replace("{}", f"{self.written:.60}")
+        return prefix + self.why.replace("{}", shorten(self.written, 60))
 
 
 @dataclass(slots=True, eq=False)
@@ -386,7 +387,7 @@ class _Reader:
         if isinstance(mapping, dict):
             target |= cast("dict[str, Any]", mapping)
         else:
-            target[f"**{ast.unparse(node):.60}"] = _unread_node(node)
+            target[f"**{shorten(ast.unparse(node), 60)}"] = _unread_node(node)
 
     def _read_operation(self, node: ast.expr, left: Any, operator: ast.operator, right: Any) -> Any:
         numbers = _is_number(left) and _is_number(right)
@@ -564,8 +565,8 @@ class _Reader:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
         if self.flags_read:
-            why = "what it gives is not known, and of {} the defaults are taken"
-            settings["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
+            why = "what it gives is not known, and the defaults are taken of "
+            settings["command line"] = Unread("", 0, why + ", ".join(sorted(self.flags_read)))
         return settings
 
     def _take_settings(

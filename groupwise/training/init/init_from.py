@@ -23,6 +23,7 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
+from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.init.choices import Choice
@@ -380,7 +381,7 @@ def _rejection_reason(name: str, value: Any) -> str | None:
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return f"is not taken over: {value!r:.40} is not a number. Edit the written config"
+        return f"is not taken over: {shorten(repr(value), 40)} is not a number. Edit the written config"
     if (
         name in WHOLE_NUMBERS
         and value != int(value)
@@ -662,7 +663,8 @@ def _translate_algorithm(translation: Translation) -> None:
         )
         if str(scale) not in SCALES:
             translation.lose(
-                "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
+                "scale_rewards",
+                f"{shorten(repr(scale), 40)} is not taken over: there are group, batch, none",
             )
     _translate_clip(translation, kind)
     _translate_correction(translation)
@@ -762,7 +764,8 @@ def _translate_schedule(translation: Translation) -> None:
             else f"{scheduler} has no such argument"
         )
         translation.lose(
-            "lr_scheduler_kwargs", f"{unsupported_args!r:.80} is not taken over: {floor}"
+            "lr_scheduler_kwargs",
+            f"{shorten(repr(unsupported_args), 80)} is not taken over: {floor}",
         )
     _translate_warmup(translation, schedule)
 
@@ -889,7 +892,7 @@ def _reward_weights(translation: Translation, count: int) -> list[Any]:
         return weight_list
     translation.lose(
         "reward_weights",
-        f"{weights!r:.60} is not taken over: there are {count} rewards, and each has one number",
+        f"{shorten(repr(weights), 60)} is not taken over: there are {count} rewards, and each has one number",
     )
     return [None] * count
 
@@ -919,7 +922,7 @@ def _translate_data(translation: Translation) -> None:
             translation.origin("dataset_name"),
         )
     if mixture is not None and not sets:
-        translation.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+        translation.lose(name, f"{shorten(repr(mixture), 40)} is not taken over: it holds no sets")
     if translation.open_r1 and translation.names_data:
         translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
@@ -947,7 +950,9 @@ def _translate_datasets(
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
         if not isinstance(dataset, Mapping):
-            translation.lose(name, f"{dataset!r:.40} is not taken over: it is not a set")
+            translation.lose(
+                name, f"{shorten(repr(dataset), 40)} is not taken over: it is not a set"
+            )
             continue
         options = {
             key: value

@@ -185,6 +185,17 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_reported
     assert findings_of(report) == set(lost.split())
 
 
+def test_a_text_that_is_cut_ends_in_a_mark_and_names_of_flags_are_not_cut() -> None:
+    flags = [f"a_long_name_of_a_flag_{number}" for number in range(9)]
+    text = "\n".join(
+        f"add_argument('--{flag}', default=1)\nx{flag} = parse_args().{flag}" for flag in flags
+    )
+    _, report = made("a.py", f"{text}\nGRPOTrainer('tiny', f, GRPOConfig(beta=b({'a' * 99})))")
+    said = {finding.name: finding.measured for finding in report.findings}
+    assert [flag for flag in flags if flag in said["command line"]] == flags
+    assert "aaa…" in said["beta"]
+
+
 def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_here() -> None:
     lines = "max_steps: 10\nwarmup_steps: 8\nsave_steps: 6\nlogging_steps: 1\neval_strategy: steps\neval_steps: 3"
     config, report = small(f"num_iterations: 2\nsteps_per_generation: 2\n{lines}")
