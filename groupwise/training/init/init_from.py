@@ -892,7 +892,7 @@ def _reward_weights(translation: Translation, count: int) -> list[Any]:
         return weight_list
     translation.lose(
         "reward_weights",
-        f"{shorten(repr(weights), 60)} is not taken over: there are {count} rewards, and each has one number",
+        f"{shorten(repr(weight_list), 60)} is not taken over: there are {count} rewards, and each has one number",
     )
     return [None] * count
 
