@@ -2,7 +2,7 @@
 
 Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
 reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained,
-the loss is `dapo`) are written out.
+the loss is `dapo`) are written out, if they decide what is learnt and differ from ours; the seed stays ours.
 """
 
 from __future__ import annotations
