@@ -226,6 +226,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
     for step in (
         _translate_model,
         _translate_lora,
+        _remark_on_dropout,
         _translate_batch,
         _translate_length,
         _translate_algorithm,
@@ -515,6 +516,16 @@ def _translate_lora(translation: Translation) -> None:
         translation.remark(
             "lora_target_modules",
             "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
+        )
+
+
+def _remark_on_dropout(translation: Translation) -> None:
+    choice = translation.choices.get("lora.dropout")
+    if choice is not None and choice.value:
+        translation.remark(
+            "lora_dropout",
+            f"{choice.value} is taken over. With dropout, transformers' modules train the model, which is slower than the native code that "
+            "trains it with lora.dropout=0, the default here",
         )
 
 

@@ -534,6 +534,8 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
+    ("use_vllm: true", "sampler.engine=vllm"),
+    ("use_peft: true", "lora_dropout 0.05"), ("lora_r: 4\nlora_dropout: 0.1", "lora_dropout 0.1"),
 def test_how_each_key_ended_is_reported(lines: str, name: str) -> None:
     _, report = small(lines)
     said = " ".join(f"{each.name} {each.measured} {each.meaning}" for each in report.findings)
