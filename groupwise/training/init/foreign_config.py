@@ -93,7 +93,7 @@ class ForeignConfig:
     written: dict[str, str]
     """Usual name → name in the file, of the keys that have another one there: `lora_r` → `r`."""
     own_functions: str | None = None
-    """The source of a module with the file's own functions, if they cannot be used where they are."""
+    """The source of a module with copies of the file's own functions, if they can be copied."""
 
 
 def read_foreign(file: Path) -> ForeignConfig:

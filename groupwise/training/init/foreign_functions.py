@@ -1,10 +1,10 @@
 """Copies out of a Python script the functions that a run needs of it, for `groupwise init --from`.
 
-Importing a script that trains would start that training, so the config cannot name its rewards where they are. They are copied into a new
-module, with the imports, constants and functions that they use. What the script does to the rows of its dataset (`map`, `filter`,
-`rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that the script makes itself
-are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file. Calls that seed random
-numbers are copied with the code of the rows, so that each process makes the same ones. Nothing of the script is run.
+Importing a script may start its training, and imports TRL in each process that scores, so the config does not name its rewards where they
+are. They are copied into a new module, with the imports, constants and functions that they use. What the script does to the rows of its
+dataset (`map`, `filter`, `rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that
+the script makes itself are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file.
+Calls that seed random numbers are copied with the code of the rows, so that each process makes the same ones. Nothing of the script is run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
+from groupwise.core.plugins import called_name, runs_as_script
 from groupwise.core.terminal.text import shorten
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
@@ -102,7 +102,7 @@ MAX_SKIPPED_LINES = 9
 
 
 OWN_FUNCTIONS = "own_functions"
-"""Not a setting: the source of a module with the file's own functions, if they cannot be used where they are (foreign_functions.py)."""
+"""Not a setting: the source of a module with the file's own functions (foreign_functions.py)."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
@@ -112,11 +112,8 @@ CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
 
-def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
-    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python.
-
-    `is_module`: the functions of the file can be imported from it, unless it trains then.
-    """
+def of_python(text: str) -> dict[str, Any]:
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
     # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     skipped_lines: dict[str, Any] = {}
@@ -140,7 +137,7 @@ def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
             reader = _Reader()
             reader.read(tree.body)
             settings = reader.settings()
-            makes_messages = reader.take_functions(settings, "\n".join(lines), is_module)
+            makes_messages = reader.take_functions(settings, "\n".join(lines))
             if not makes_messages and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
             if first_error is not None and not settings:
@@ -153,7 +150,7 @@ def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     texts = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     magic_pattern = re.compile(r"\s*%%(?!capture|time)")
     text = "\n".join(source for source in texts if not magic_pattern.match(source))
-    return of_python(text, is_module=False)
+    return of_python(text)
 
 
 @dataclass(slots=True)
@@ -633,8 +630,8 @@ class _Reader:
             self.row_changes = value.arguments.get("row_changes", ())
             self.chosen = [change for change in changes if change in CHOICES_OF_ROWS]
 
-    def take_functions(self, settings: dict[str, Any], source: str, is_module: bool) -> bool:
-        """Copy how the file makes its rows or changes each of them, and its own rewards if it cannot be imported for them.
+    def take_functions(self, settings: dict[str, Any], source: str) -> bool:
+        """Copy how the file makes its rows or changes each of them, and its own rewards: importing the file may train, and needs TRL.
 
         True if what is copied makes the rows' messages.
         """
@@ -661,8 +658,7 @@ class _Reader:
                 settings.pop(name, None)
         if copied is None:
             makes_messages = False
-            if own and not (is_module and not trains_when_imported(source, or_makes_trainer=True)):
-                copied = copy_functions(source, own)
+            copied = copy_functions(source, own) if own else None
         settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
         return makes_messages
 

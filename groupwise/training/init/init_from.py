@@ -933,7 +933,9 @@ def _translate_data(translation: Translation) -> None:
             translation.origin("dataset_name"),
         )
     if mixture is not None and not sets:
-        translation.lose(name, f"{shorten(repr(mixture), 40)} is not taken over: it holds no sets")
+        translation.lose(
+            name, f"{shorten(repr(cast('Any', mixture)), 40)} is not taken over: it holds no sets"
+        )
     if translation.open_r1 and translation.names_data:
         translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
