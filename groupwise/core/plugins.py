@@ -116,11 +116,10 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
     return _unknown_plugin_message(spec, target, kind, builtins, announced)
 
 
-def trains_when_imported(source: str | bytes, *, or_makes_trainer: bool = False) -> str | None:
+def trains_when_imported(source: str | bytes) -> str | None:
     """The statement of a module that would start training on import, e.g. `line 40: trainer.train()`; None if there is none.
 
-    `model.train()` does not count: it switches PyTorch to training mode. `or_makes_trainer` counts a call of GRPOTrainer, which loads the
-    model. None also if the source is not Python.
+    `model.train()` does not count: it switches PyTorch to training mode. None also if the source is not Python.
     """
     try:
         outer: list[ast.AST] = list(reversed(ast.parse(source).body))
@@ -131,7 +130,7 @@ def trains_when_imported(source: str | bytes, *, or_makes_trainer: bool = False)
         if isinstance(node, ast.Call):
             trained, _, verb = ast.unparse(node.func).rpartition(".")
             trains = verb == "train" and trained != "" and not trained.endswith("model")
-            if trains or (or_makes_trainer and called_name(node) == "GRPOTrainer"):
+            if trains:
                 return f"line {node.lineno}: {ast.unparse(node):.60}"
         if isinstance(node, ast.If) and runs_as_script(node.test):
             outer += reversed(node.orelse)

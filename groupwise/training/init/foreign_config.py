@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.settings.tree import read_yaml
+from groupwise.core.terminal.text import shorten
 from groupwise.training.foreign_keys import foreign_to_rl
 from groupwise.training.init.foreign_names import (
     ALIASES,
@@ -92,7 +93,7 @@ class ForeignConfig:
     written: dict[str, str]
     """Usual name → name in the file, of the keys that have another one there: `lora_r` → `r`."""
     own_functions: str | None = None
-    """The source of a module with the file's own functions, if they cannot be used where they are."""
+    """The source of a module with copies of the file's own functions, if they can be copied."""
 
 
 def read_foreign(file: Path) -> ForeignConfig:
@@ -286,5 +287,5 @@ def _add_setting(settings: dict[str, Any], name: str, long_name: str, value: Any
         settings[name] = value
     elif previous != value and value is not None and not isinstance(value, Unread):
         settings[long_name] = Unread(
-            str(value), 0, f"{name} says {previous!r:.40}, and that is taken"
+            str(value), 0, f"{name} says {shorten(repr(previous), 40)}, and that is taken"
         )

@@ -1,10 +1,10 @@
 """Copies out of a Python script the functions that a run needs of it, for `groupwise init --from`.
 
-Importing a script that trains would start that training, so the config cannot name its rewards where they are. They are copied into a new
-module, with the imports, constants and functions that they use. What the script does to the rows of its dataset (`map`, `filter`,
-`rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that the script makes itself
-are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file. Nothing of the script is
-run.
+Importing a script may start its training, and imports TRL in each process that scores, so the config does not name its rewards where they
+are. They are copied into a new module, with the imports, constants and functions that they use. What the script does to the rows of its
+dataset (`map`, `filter`, `rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that
+the script makes itself are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file.
+Calls that seed random numbers are copied with the code of the rows, so that each process makes the same ones. Nothing of the script is run.
 """
 
 from __future__ import annotations
@@ -48,22 +48,36 @@ def copy_functions(
     statements = _statements_of_script(tree.body, arguments)
     bound = {node: set(_bound_names(node)) for node in statements}
     defined = set[str]().union(*bound.values())
+
+    def can_copy(names: set[str]) -> bool:
+        if not names - vars(builtins).keys() <= defined:
+            return False
+        chosen, used = _needed_statements(names, bound)
+        return not (used & (arguments - defined) or any(map(_reads_command_line, chosen)))
+
     returned = [ast.parse(expression, mode="eval").body for expression in hooks.values()]
     needed_by_rewards = {*names, *(_used_names(row) if row else ())}
     needed = needed_by_rewards.union(*map(_used_names, returned))
-    if not needed - vars(builtins).keys() <= defined:
+    if not can_copy(needed):
         return None
-    chosen, used = _needed_statements(needed, bound)
-    if used & (arguments - defined) or any(map(_reads_command_line, chosen)):
+    chosen, _ = _needed_statements(needed, bound)
+    seeds = [node for node in statements if (hooks or row) and _sets_seed(node)]
+    if any(map(_imports_random, chosen)) and not all(can_copy(_used_names(node)) for node in seeds):
         return None
+    seeds = [node for node in seeds if can_copy(_used_names(node))]
+    needed_by_seeds = set[str]().union(*map(_used_names, seeds))
+    chosen |= _needed_statements(needed_by_seeds, bound)[0]
     # What makes the rows alone is called when they are wanted; workers that import the module for its rewards do without.
     functions = [node for node in chosen if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    at_import, _ = _needed_statements(needed_by_rewards.union(*map(_used_names, functions)), bound)
+    needed_at_import = needed_by_rewards.union(*map(_used_names, functions))
+    at_import, _ = _needed_statements(needed_at_import, bound)
+    if any(map(_imports_random, at_import)):
+        at_import |= {*seeds, *_needed_statements(needed_by_seeds, bound)[0]}
     at_import |= {node for node in chosen if isinstance(node, ast.Import | ast.ImportFrom)}
     at_import |= {*functions, *filter(_is_needed_anyway, statements)}
     parts = [_text(node, lines) for node in statements if node in at_import]
     if hooks:
-        makes = [node for node in statements if node in chosen - at_import]
+        makes = [node for node in statements if node in chosen - at_import or node in seeds]
         name = free_name(MAKE_ROWS, source)
         parts += _rows_by_hooks(name, dict(zip(hooks, returned, strict=True)), makes)
     text = "\n\n\n".join([*parts, *([ast.unparse(row)] if row else [])]) + "\n"
@@ -134,6 +148,22 @@ def _reads_command_line(node: ast.stmt) -> bool:
     )
 
 
+def _sets_seed(node: ast.stmt) -> bool:
+    """True for a call that seeds random numbers, e.g. `random.seed(42)`, `torch.manual_seed(0)` or `set_seed(1)`."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and "seed" in called_name(node.value).lower().split("_")
+    )
+
+
+def _imports_random(node: ast.stmt) -> bool:
+    """True for an import of a module that draws random numbers."""
+    return isinstance(node, ast.Import | ast.ImportFrom) and bool(
+        re.search(r"\b(random|numpy|torch)\b", ast.unparse(node))
+    )
+
+
 def _row_function(name: str, changes: Iterable[ast.Call]) -> ast.FunctionDef | None:
     """The function of this name that makes each change in turn; None if one cannot be made to a row by itself."""
     lines: list[str] = []
@@ -192,11 +222,12 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
+    within = _comprehension_variables(node)
     for child in ast.walk(node):
         if isinstance(child, ast.alias):
             yield (child.asname or child.name).partition(".")[0]
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id
+            yield from () if child in within else (child.id,)
         elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store):
             owner = child.value
             yield owner.id if isinstance(owner, ast.Name) else ""
@@ -210,6 +241,7 @@ def _used_names(node: ast.AST) -> set[str]:
         name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names
     }
     own = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
+    own |= {name.id for name in _comprehension_variables(node)}
     if isinstance(node, ast.FunctionDef | ast.Lambda):
         own |= {
             child.id
@@ -221,3 +253,9 @@ def _used_names(node: ast.AST) -> set[str]:
         for child in ast.walk(node)
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load)
     } - own | shared
+
+
+def _comprehension_variables(node: ast.AST) -> set[ast.Name]:
+    """The names that comprehensions bind, which exist only inside them."""
+    targets = [child.target for child in ast.walk(node) if isinstance(child, ast.comprehension)]
+    return {name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
+from groupwise.core.plugins import called_name, runs_as_script
+from groupwise.core.terminal.text import shorten
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
@@ -37,7 +38,7 @@ class Unread:
     def explanation(self) -> str:
         """Why the value could not be read, for a message about its key."""
         prefix = f"line {self.line}: " if self.line else ""
-        return prefix + self.why.replace("{}", f"{self.written:.60}")
+        return prefix + self.why.replace("{}", shorten(self.written, 60))
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,11 @@ DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
 """The first positional arguments of `load_dataset`."""
 FILE_FORMATS = ("json", "csv", "parquet", "text")
 """The names of `load_dataset` for the formats of `data_files`."""
-OTHER_DATASET_REASON = "`{}` is not a split of the set that is trained on"
+OTHER_DATASET_REASON = "`{}` has rows of another file or dataset than those that are trained on"
+OTHER_DATASET_REMEDY = (
+    "If both are files, put them into one folder as train.jsonl and test.jsonl, and set data.dataset_name=FOLDER "
+    "data.dataset_test_split=test; else leave data out, and return both from get_rl_dataset and get_eval_dataset of a task file"
+)
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -97,7 +102,7 @@ MAX_SKIPPED_LINES = 9
 
 
 OWN_FUNCTIONS = "own_functions"
-"""Not a setting: the source of a module with the file's own functions, if they cannot be used where they are (foreign_functions.py)."""
+"""Not a setting: the source of a module with the file's own functions (foreign_functions.py)."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
@@ -107,11 +112,8 @@ CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
 
-def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
-    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python.
-
-    `is_module`: the functions of the file can be imported from it, unless it trains then.
-    """
+def of_python(text: str) -> dict[str, Any]:
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
     # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     skipped_lines: dict[str, Any] = {}
@@ -135,7 +137,7 @@ def of_python(text: str, *, is_module: bool = True) -> dict[str, Any]:
             reader = _Reader()
             reader.read(tree.body)
             settings = reader.settings()
-            makes_messages = reader.take_functions(settings, "\n".join(lines), is_module)
+            makes_messages = reader.take_functions(settings, "\n".join(lines))
             if not makes_messages and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
             if first_error is not None and not settings:
@@ -148,7 +150,7 @@ def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     texts = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
     magic_pattern = re.compile(r"\s*%%(?!capture|time)")
     text = "\n".join(source for source in texts if not magic_pattern.match(source))
-    return of_python(text, is_module=False)
+    return of_python(text)
 
 
 @dataclass(slots=True)
@@ -367,9 +369,8 @@ class _Reader:
                 if isinstance(container, ParsedCall) and container.kind == DATASET_LOADER:
                     was_split = SPLIT in container.arguments
                     split = container.arguments.get("split") if was_split else key
-                    return ParsedCall(
-                        DATASET_LOADER, node.lineno, {**container.arguments, "split": split}
-                    )
+                    arguments = {**container.arguments, "split": split, "source": ast.unparse(node)}
+                    return ParsedCall(DATASET_LOADER, node.lineno, _file_of_split(arguments))
                 has_key = (
                     isinstance(container, dict) and isinstance(key, str | int) and key in container
                 )
@@ -383,7 +384,7 @@ class _Reader:
         if isinstance(mapping, dict):
             target |= cast("dict[str, Any]", mapping)
         else:
-            target[f"**{ast.unparse(node):.60}"] = _unread_node(node)
+            target[f"**{shorten(ast.unparse(node), 60)}"] = _unread_node(node)
 
     def _read_operation(self, node: ast.expr, left: Any, operator: ast.operator, right: Any) -> Any:
         numbers = _is_number(left) and _is_number(right)
@@ -440,24 +441,30 @@ class _Reader:
 
     def _loaded_dataset(self, node: ast.Call) -> Any:
         """A dataset, or a list of datasets if several splits are loaded at once."""
-        arguments = self._read_arguments(node, DATASET_ARGUMENTS)
+        arguments = self._read_arguments(node, DATASET_ARGUMENTS) | {"source": ast.unparse(node)}
         if arguments.get("path") in FILE_FORMATS and "data_files" in arguments:
             arguments |= {"path": arguments.pop("data_files"), "name": None}
         splits = arguments.get("split")
         if not isinstance(splits, list):
-            self.calls.append(dataset := ParsedCall(DATASET_LOADER, node.lineno, arguments))
+            dataset = ParsedCall(DATASET_LOADER, node.lineno, _file_of_split(arguments))
+            self.calls.append(dataset)
             return dataset
-        split_names = cast("list[Any]", splits)
         datasets = [
-            ParsedCall(DATASET_LOADER, node.lineno, arguments | {"split": split})
-            for split in split_names
+            ParsedCall(
+                DATASET_LOADER,
+                node.lineno,
+                _file_of_split(
+                    {**arguments, "split": split, "source": f"{ast.unparse(node)}[{index}]"}
+                ),
+            )
+            for index, split in enumerate(cast("list[Any]", splits))
         ]
         self.calls += datasets[:1]
         return datasets
 
     def _changed_dataset(self, owner: ParsedCall, function_name: str, node: ast.Call) -> ParsedCall:
         """The dataset with one more recorded change. `shuffle` is not recorded, because a run shuffles its rows itself."""
-        arguments = dict(owner.arguments)
+        arguments = {**owner.arguments, "source": ast.unparse(node)}
         if function_name == SPLIT:
             sizes = self._read_arguments(node, ("test_size", "train_size"))
             test, train = sizes.get("test_size"), sizes.get("train_size")
@@ -471,7 +478,7 @@ class _Reader:
                 else Unread(f"test_size={_as_source(test)}", node.lineno, why, remedy)
             )
         if function_name == "shuffle":
-            return owner
+            return replace(owner, arguments=arguments)
         arguments["changes"] = [*arguments.get("changes", ()), function_name]
         if function_name not in CHANGES_OF_NO_ROW:
             arguments["row_changes"] = [*arguments.get("row_changes", ()), node]
@@ -555,8 +562,8 @@ class _Reader:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
         if self.flags_read:
-            why = "what it gives is not known, and of {} the defaults are taken"
-            settings["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
+            why = "what it gives is not known, and the defaults are taken of "
+            settings["command line"] = Unread("", 0, why + ", ".join(sorted(self.flags_read)))
         return settings
 
     def _take_settings(
@@ -604,7 +611,8 @@ class _Reader:
             value = ParsedCall(DATASET_LOADER, line, {**loads[0].arguments, **changes})
         path = value.arguments.get("path")
         if not isinstance(path, str):
-            settings["train_dataset"] = Unread(_as_source(path), value.line, remedy=TASK_REMEDY)
+            source = str(value.arguments["source"])
+            settings.setdefault("train_dataset", Unread(source, value.line, remedy=TASK_REMEDY))
             return
         settings["dataset_name"] = path
         for key, argument_name in (
@@ -622,8 +630,8 @@ class _Reader:
             self.row_changes = value.arguments.get("row_changes", ())
             self.chosen = [change for change in changes if change in CHOICES_OF_ROWS]
 
-    def take_functions(self, settings: dict[str, Any], source: str, is_module: bool) -> bool:
-        """Copy how the file makes its rows or changes each of them, and its own rewards if it cannot be imported for them.
+    def take_functions(self, settings: dict[str, Any], source: str) -> bool:
+        """Copy how the file makes its rows or changes each of them, and its own rewards: importing the file may train, and needs TRL.
 
         True if what is copied makes the rows' messages.
         """
@@ -650,8 +658,7 @@ class _Reader:
                 settings.pop(name, None)
         if copied is None:
             makes_messages = False
-            if own and not (is_module and not trains_when_imported(source, or_makes_trainer=True)):
-                copied = copy_functions(source, own)
+            copied = copy_functions(source, own) if own else None
         settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
         return makes_messages
 
@@ -663,9 +670,9 @@ class _Reader:
             return
         path, split = value.arguments.get("path"), value.arguments.get("split")
         if path != settings.get("dataset_name") or not isinstance(split, str):
-            source = _as_source([path, split])
+            source = str(value.arguments["source"])
             settings["eval_dataset"] = Unread(
-                source, value.line, OTHER_DATASET_REASON, HELD_OUT_REMEDY
+                source, value.line, OTHER_DATASET_REASON, OTHER_DATASET_REMEDY
             )
         elif SPLIT not in settings:
             settings.setdefault("dataset_test_split", split)
@@ -714,6 +721,16 @@ class _Reader:
         if rest:
             return f"{module.replace(':', '.')}:{rest}" if head in self.imported else value
         return module or f":{head}"
+
+
+def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `load_dataset`; if its `data_files` name a file for each split, with the file of the chosen split."""
+    files, split = arguments.get("path"), arguments.get("split")
+    if not isinstance(files, dict) or not isinstance(split, str):
+        return arguments
+    name, bracket, part = split.partition("[")  # a file by itself has only the split `train`
+    path = cast("dict[str, Any]", files).get(name, files)
+    return {**arguments, "path": path, "split": f"train{bracket}{part}"}
 
 
 def _is_number(value: Any) -> bool:

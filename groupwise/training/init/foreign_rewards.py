@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from groupwise.core.terminal.text import shorten
 from groupwise.tasks.rewards.other_names import NameMeaning, meaning_of
 from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.init.foreign_names import TRL_LENGTH
@@ -72,15 +73,18 @@ def reward_entry(
         function_name = match[1].rpartition(".")[2] if match else ""
         equivalent = meaning_of(function_name, registered_rewards()) if name.of_library else None
         if equivalent is None or not equivalent.rewards:
-            text = f"`{name.written:.60}` of line {name.line} is not taken over. Write a function that has a name in its place"
+            text = f"`{shorten(name.written, 60)}` of line {name.line} is not taken over. Write a function that has a name in its place"
             return None, text, True
         entry = _with_parameters(function_name, equivalent, settings, open_r1)
-        remark = f"`{name.written:.60}` is `{equivalent.rewards[0]}` here, without what line {name.line} gives it: {equivalent.remark}"
+        remark = (
+            f"`{shorten(name.written, 60)}` is `{equivalent.rewards[0]}` here, without what line {name.line} gives it: "
+            f"{equivalent.remark}"
+        )
         return entry, remark, True
     if not isinstance(name, str):
         return (
             None,
-            f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
+            f"{shorten(repr(name), 40)} is not taken over: name a reward, or path/to/file.py:function",
             True,
         )
     return _reward_by_name(name, module, settings, open_r1)

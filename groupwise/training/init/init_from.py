@@ -2,7 +2,7 @@
 
 Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
 reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained,
-the loss is `dapo`) are written out.
+the loss is `dapo`) are written out, if they decide what is learnt and differ from ours; the seed stays ours.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
 from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
+from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.init.choices import Choice
@@ -63,7 +64,7 @@ OF_INIT = '"""Written by groupwise init:'
 """How the module with copied functions begins; no other file is overwritten."""
 
 KeyStatus = Literal["taken", "default", "no effect", "no equivalent", "unread"]
-"""The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
+"""The status of a key: `default` has the default of both sides; `no effect` is overridden, or does not influence what is learnt."""
 
 
 @dataclass(slots=True)
@@ -225,6 +226,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
     for step in (
         _translate_model,
         _translate_lora,
+        _remark_on_dropout,
         _translate_batch,
         _translate_length,
         _translate_algorithm,
@@ -266,7 +268,7 @@ def _report_ineffective_keys(translation: Translation) -> None:
         (
             "no effect",
             "keys without effect",
-            "change how it is computed or shown, not what is learnt",
+            "do not change what is learnt here",
         ),
         ("default", "keys at a default", "have their default values"),
     ):
@@ -380,7 +382,7 @@ def _rejection_reason(name: str, value: Any) -> str | None:
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return f"is not taken over: {value!r:.40} is not a number. Edit the written config"
+        return f"is not taken over: {shorten(repr(value), 40)} is not a number. Edit the written config"
     if (
         name in WHOLE_NUMBERS
         and value != int(value)
@@ -482,7 +484,7 @@ def _translate_lora(translation: Translation) -> None:
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         return
     if translation.take("use_peft"):
         translation.remark("use_peft", "trains an adapter, as the section lora does here")
@@ -517,6 +519,16 @@ def _translate_lora(translation: Translation) -> None:
         )
 
 
+def _remark_on_dropout(translation: Translation) -> None:
+    choice = translation.choices.get("lora.dropout")
+    if choice is not None and choice.value:
+        translation.remark(
+            "lora_dropout",
+            f"{choice.value} is taken over. With dropout, transformers' modules train the model, which is slower than the native code that "
+            "trains it with lora.dropout=0, the default here",
+        )
+
+
 def _translate_batch(translation: Translation) -> None:
     """Translate the batch size: a step of TRL has per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
     generations = _choose_or_default(
@@ -544,7 +556,7 @@ def _translate_batch(translation: Translation) -> None:
     steps = translation.take("steps_per_generation")
     if generation_batch is not None and steps is not None:
         # A dumped config has both; steps_per_generation suffices.
-        translation.key_statuses["generation_batch_size"] = "default"
+        translation.key_statuses["generation_batch_size"] = "no effect"
     elif generation_batch is not None:
         steps = Fraction(generation_batch, device * translation.processes)
     reuse = Fraction(accumulation if steps is None else steps, accumulation)
@@ -562,7 +574,7 @@ def _translate_batch(translation: Translation) -> None:
         translation.choose(
             "training.prompts_per_step",
             max(int(reuse), round(prompts * reuse)),
-            "All groups that are sampled before these updates.",
+            f"{translation.choices['training.prompts_per_step'].reason} Times {int(reuse)}: all groups sampled before these updates.",
         )
     elif reuse < 1:
         translation.remark(
@@ -589,7 +601,7 @@ def _translate_length(translation: Translation) -> None:
     if steps > 0:
         translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
         if "num_train_epochs" in translation.settings:
-            translation.key_statuses["num_train_epochs"] = "default"
+            translation.key_statuses["num_train_epochs"] = "no effect"
     else:
         translation.choose("training.max_steps", None, "The number of epochs decides the length.")
         _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
@@ -662,7 +674,8 @@ def _translate_algorithm(translation: Translation) -> None:
         )
         if str(scale) not in SCALES:
             translation.lose(
-                "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
+                "scale_rewards",
+                f"{shorten(repr(scale), 40)} is not taken over: there are group, batch, none",
             )
     _translate_clip(translation, kind)
     _translate_correction(translation)
@@ -712,7 +725,7 @@ def _translate_correction(translation: Translation) -> None:
     if not translation.settings.get("use_vllm") or not correction:
         for name in names:
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         return
     translation.choose(
         "algorithm.importance_sampling_correction",
@@ -762,7 +775,8 @@ def _translate_schedule(translation: Translation) -> None:
             else f"{scheduler} has no such argument"
         )
         translation.lose(
-            "lr_scheduler_kwargs", f"{unsupported_args!r:.80} is not taken over: {floor}"
+            "lr_scheduler_kwargs",
+            f"{shorten(repr(unsupported_args), 80)} is not taken over: {floor}",
         )
     _translate_warmup(translation, schedule)
 
@@ -774,13 +788,13 @@ def _translate_warmup(translation: Translation, schedule: str) -> None:
         translation.choose(f"training.{key}", warmup, translation.origin("warmup_steps"))
         if "warmup_ratio" in translation.settings:
             translation.key_statuses["warmup_ratio"] = (
-                "default"  # the steps have priority, in TRL as well
+                "no effect"  # the steps have priority, in TRL as well
             )
     if schedule == "constant" and translation.settings.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
             translation.choices.pop(f"training.{name}", None)
             if name in translation.settings:
-                translation.key_statuses[name] = "default"
+                translation.key_statuses[name] = "no effect"
         translation.remark(
             "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
         )
@@ -856,10 +870,11 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
     dict_entries = [cast("dict[str, Any]", entry) for entry in rewards if isinstance(entry, dict)]
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
-        for name, (key, _) in parameters.items():
+        for name, (key, default) in parameters.items():
             if name in translation.settings:
                 is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
-                translation.key_statuses.setdefault(name, "taken" if is_used else "default")
+                unused = "default" if translation.settings[name] == default else "no effect"
+                translation.key_statuses.setdefault(name, "taken" if is_used else unused)
                 entries_text += [name] if is_used else []
     if not rewards:
         if "reward_weights" in translation.settings:
@@ -888,7 +903,7 @@ def _reward_weights(translation: Translation, count: int) -> list[Any]:
         return weight_list
     translation.lose(
         "reward_weights",
-        f"{weights!r:.60} is not taken over: there are {count} rewards, and each has one number",
+        f"{shorten(repr(weight_list), 60)} is not taken over: there are {count} rewards, and each has one number",
     )
     return [None] * count
 
@@ -918,7 +933,9 @@ def _translate_data(translation: Translation) -> None:
             translation.origin("dataset_name"),
         )
     if mixture is not None and not sets:
-        translation.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+        translation.lose(
+            name, f"{shorten(repr(cast('Any', mixture)), 40)} is not taken over: it holds no sets"
+        )
     if translation.open_r1 and translation.names_data:
         translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
@@ -946,7 +963,9 @@ def _translate_datasets(
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
     for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
         if not isinstance(dataset, Mapping):
-            translation.lose(name, f"{dataset!r:.40} is not taken over: it is not a set")
+            translation.lose(
+                name, f"{shorten(repr(dataset), 40)} is not taken over: it is not a set"
+            )
             continue
         options = {
             key: value
@@ -987,7 +1006,7 @@ def _translate_run(translation: Translation) -> None:
             translation.choose("run.name", folder.name, translation.origin("output_dir"))
     evaluates = translation.settings.get("do_eval") or _evaluates(translation)
     if "dataset_test_split" in translation.settings and not evaluates:
-        translation.key_statuses["dataset_test_split"] = "default"
+        translation.key_statuses["dataset_test_split"] = "no effect"
         translation.remark(
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
@@ -1003,7 +1022,7 @@ def _translate_run(translation: Translation) -> None:
         )
         translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
-        translation.key_statuses |= {"eval_steps": "default"} if eval_steps else {}
+        translation.key_statuses |= {"eval_steps": "no effect"} if eval_steps else {}
         if _evaluates(translation):
             translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
@@ -1017,7 +1036,7 @@ def _translate_run(translation: Translation) -> None:
             "hub_model_revision",
             "hub_private_repo",
         }:
-            translation.key_statuses[name] = "default"
+            translation.key_statuses[name] = "no effect"
 
 
 def _translate_sinks(translation: Translation) -> None:
@@ -1041,5 +1060,5 @@ def _translate_sinks(translation: Translation) -> None:
     for name in translation.settings.keys() & (
         names | (set() if tables else {"log_unique_prompts"})
     ):
-        translation.key_statuses[name] = "default"
+        translation.key_statuses[name] = "no effect"
         translation.remark(name, "is not taken over: report_to names no such sink")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -183,6 +185,17 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_reported
     assert findings_of(report) == set(lost.split())
 
 
+def test_a_text_that_is_cut_ends_in_a_mark_and_names_of_flags_are_not_cut() -> None:
+    flags = [f"a_long_name_of_a_flag_{number}" for number in range(9)]
+    text = "\n".join(
+        f"add_argument('--{flag}', default=1)\nx{flag} = parse_args().{flag}" for flag in flags
+    )
+    _, report = made("a.py", f"{text}\nGRPOTrainer('tiny', f, GRPOConfig(beta=b({'a' * 99})))")
+    said = {finding.name: finding.measured for finding in report.findings}
+    assert [flag for flag in flags if flag in said["command line"]] == flags
+    assert "aaa…" in said["beta"]
+
+
 def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_here() -> None:
     lines = "max_steps: 10\nwarmup_steps: 8\nsave_steps: 6\nlogging_steps: 1\neval_strategy: steps\neval_steps: 3"
     config, report = small(f"num_iterations: 2\nsteps_per_generation: 2\n{lines}")
@@ -250,6 +263,9 @@ X = {"dataset_split": "x"}
     ('load_dataset("a/b", split="train")', {"dataset_name": "a/b"}, False),
     ('load_dataset("a/b", "m", revision="c")["x"]', {"dataset_name": "a/b", "dataset_config": "m", "dataset_revision": "c", **X}, False),
     ('load_dataset("json", data_files="a.jsonl", split="x").shuffle(seed=1)', {"dataset_name": "a.jsonl", **X}, False),
+    ('load_dataset("csv", data_files={"x": "a.csv"}, split="x[:9]")', {"dataset_name": "a.csv", "dataset_split": "train[:9]"}, False),
+    ('load_dataset("json", data_files={"x": "a.jsonl", "y": "b"})["x"].shuffle()', {"dataset_name": "a.jsonl"}, False),
+    ('load_dataset("json", data_files={"x": parse_args().f, "y": "b"})["x"]', None, True),
     ('load_dataset("a/b").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.1}, False),
     ('load_dataset("a/b").train_test_split(train_size=0.7, seed=1)["train"]', {"dataset_name": "a/b", "test_split_size": 0.3}, False),
     ('load_dataset("a/b").train_test_split()["train"].select(range(9))', {"dataset_name": "a/b", "test_split_size": 0.25}, True),
@@ -336,9 +352,8 @@ def test_a_map_function_that_needs_more_than_its_row_is_reported_and_not_copied(
     assert ("preprocessing_pipeline" in config["data"]) == is_copied
     assert findings_of(report) == (set() if is_copied else {"train_dataset"})
     assert ("data.preprocessing_pipeline=" in report.details["next"][0]) != is_copied
-    assert config["rewards"]["reward_funcs"] == [
-        "a-groupwise.py:right" if is_copied else "a.py:right"
-    ]
+    assert config["rewards"]["reward_funcs"] == ["a-groupwise.py:right"]
+    assert "trl" not in Path("a-groupwise.py").read_text()
 
 
 MADE = """
@@ -362,8 +377,10 @@ if __name__ == "__main__":
 """
 
 
-def test_rows_that_a_script_makes_itself_come_from_a_task_file() -> None:
-    values, report = made("a.py", MADE)
+@pytest.mark.parametrize("seed", ["", "set_seed(HfArgumentParser().parse_args().seed)"])
+def test_rows_that_a_script_makes_itself_come_from_a_task_file(seed: str) -> None:
+    """A seed of the command line does not matter to rows that are not drawn."""
+    values, report = made("a.py", MADE.replace("def chat", f"{seed}\n    def chat"))
     assert findings_of(report) == set()
     assert "data" not in values
     assert "--task-module a-groupwise.py" in report.details["next"][0]
@@ -397,11 +414,43 @@ GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows{held_out}).t
         assert held == [prompt.replace("+", end) for prompt in prompts]
 
 
+SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
+
+
+@pytest.mark.parametrize(
+    "seed", ["random.seed(SEED)", "numpy.random.seed(seed=SEED)", "fix_seed(SEED)"]
+)
+@pytest.mark.parametrize("by_function", [True, False])
+def test_rows_that_a_script_draws_with_a_seed_are_the_same_in_each_process(
+    seed: str, by_function: bool
+) -> None:
+    draw = "[f'{random.random()} {numpy.random.random()}' for _ in range(9)]"
+    rows = (
+        "[{'prompt': p} for p in draw()]" if by_function else f"[{{'prompt': p}} for p in {draw}]"
+    )
+    made("a.py", f"""{SEEDS}{seed}
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def draw(): return {draw}
+GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset={rows}).train()""")  # fmt: skip
+    prompts: list[list[list[str]]] = []
+    for state in range(2):
+        random.seed(state)
+        numpy.random.seed(state)
+        Path(f"{state}.py").write_text(Path("a-groupwise.py").read_text())
+        examples = load_task(f"{state}.py").rl_examples(load_config("a-groupwise.yaml").config)
+        prompts.append([str(each.prompt).split() for each in examples])
+    first, second = prompts
+    same = [index for index in (0, 1) if first[0][index] == second[0][index]]
+    assert same == {"r": [0], "n": [1], "f": [0, 1]}[seed[0]]
+
+
 @pytest.mark.parametrize(("before", "after"), [
+    ("    rows =", "    random.seed(HfArgumentParser().parse_args().seed)\n    rows ="),
     ("seed=1", "seed=seed"), ("rows = Data", "a = HfArgumentParser().parse_args()\n    rows = a and Data"),
 ])  # fmt: skip
 def test_rows_that_need_more_than_the_file_are_reported(before: str, after: str) -> None:
-    _, report = made("a.py", MADE.replace(before, after))
+    drawn = MADE.replace("str(n)", "str(n + random.random())")
+    _, report = made("a.py", f"import random\n{drawn.replace(before, after)}")
     assert findings_of(report) == {"train_dataset", "eval_dataset"}
     assert "--task-module TASK.py" in report.details["next"][0]
 
@@ -416,6 +465,34 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
     config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
     assert config["data"] == {"dataset_name": "a/b"}
     assert findings_of(report) == {"eval_dataset", "system_prompt"}
+
+
+@pytest.mark.parametrize(
+    "files", ["{'x': FILES, 'y': 'held.jsonl'}", "dict(x=FILES, y='held.jsonl')"]
+)
+@pytest.mark.parametrize("rows", ["['a.jsonl', 'b.jsonl']", "'a.jsonl'"])
+def test_rows_from_files_of_their_own(files: str, rows: str) -> None:
+    """Several files together are loaded as the script loads them; a single one is named, and the file of held-out rows is reported."""
+    for name in ("a", "b", "held"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}))
+    values, report = made("a.py", f"""from datasets import load_dataset
+def f(completions, **kwargs): return [0.0 for _ in completions]
+DATA = load_dataset("json", data_files={files.replace("FILES", rows)})
+GRPOTrainer("tiny", f, GRPOConfig(beta=0.1), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
+    if rows[0] == "[":
+        task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
+        assert findings_of(report) == set()
+        assert {str(each.prompt) for each in task.rl_examples(config)} == {"a", "b"}
+        assert [str(each.prompt) for each in task.eval_examples(config)] == ["held"]
+    else:
+        assert values["data"] == {"dataset_name": "a.jsonl"}
+        assert findings_of(report) == {"eval_dataset"}
+
+
+@pytest.mark.parametrize("name", ["callbacks", "optimizers"])
+def test_what_runs_beside_the_trainer_is_reported_as_not_taken_over(name: str) -> None:
+    _, report = made("a.py", f"GRPOTrainer('tiny', f, GRPOConfig(beta=0.1), {name}=[Own()])")
+    assert (findings_of(report), report.details["keys"][name]) == ({name}, "no equivalent")
 
 
 def test_a_completion_of_unknown_length_leaves_room_for_its_prompt() -> None:
@@ -443,9 +520,22 @@ def test_texts_that_end_a_completion() -> None:
     assert (config["sampler"]["stop"], findings_of(report) | findings_of(again)) == (["x"], set())
 
 
+@pytest.mark.parametrize(("lines", "statuses"), [
+    ("num_train_epochs: 1\nmax_steps: 9", "no effect, taken"), ("warmup_ratio: 0.1\nwarmup_steps: 2", "no effect, taken"),
+    ("per_device_train_batch_size: 4\nsteps_per_generation: 2", "taken, taken"), ("lora_r: 4\nuse_peft: false", "no effect, default"),
+    ("eval_steps: 3\nlearning_rate: 1.0e-06", "no effect, taken"), ("warmup_ratio: 0\ntemperature: 0.5", "default, taken"),
+])  # fmt: skip
+def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> None:
+    _, report = small(lines)
+    keys = [line.partition(":")[0] for line in lines.split("\n")]
+    assert ", ".join(report.details["keys"][key] for key in keys) == statuses
+
+
 @pytest.mark.parametrize(("lines", "name"), [
     ("loss_type: bnpo\nimportance_sampling_level: sequence", "loss_type"), ("importance_sampling_level: sequence", "loss_type"),
     ("steps_per_generation: 2\ngradient_accumulation_steps: 4", "steps_per_generation"), ("use_peft: true", "use_peft"),
+    ("use_vllm: true", "sampler.engine=vllm"),
+    ("use_peft: true", "lora_dropout 0.05"), ("lora_r: 4\nlora_dropout: 0.1", "lora_dropout 0.1"),
     ("use_peft: true", "mostly q_proj and v_proj"),
     ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
