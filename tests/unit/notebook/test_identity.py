@@ -395,7 +395,8 @@ def test_any_rows_have_a_fingerprint() -> None:
 
 def test_a_session_that_a_reward_mentions_is_nothing() -> None:
     config = TrainingConfig(dataset="arithmetic")
-    session = Session(config, [{"question": "a"}], [{"question": "b"}])
+    rows = [[{"question": word, "answer": "1"}] for word in "ab"]
+    session = Session(config, *rows)
     rubric = rubric_of(cell(using("len(session.config)"), session=session))
     before = reward_facts(rubric)
     session.folder = Path("somewhere")

@@ -132,7 +132,8 @@ def none(completions: list[str], **columns: object) -> list[float]:
 
 
 def test_a_model_that_writes_no_marks_is_measured_all_the_same() -> None:
-    task = NotebookTask(TrainingConfig(dataset="arithmetic"), [], [], Rewards([none], where="test"))
+    config, rewards = TrainingConfig(dataset="arithmetic"), Rewards([none], where="test")
+    task = NotebookTask(config, "arithmetic", [], [], rewards)
     rows = [{"question": "3 + 4?", "answer": "7"}] * 4
     said = ["3 + 4 = 7", "7.5", "<reasoning>4 and 3</reasoning><answer>7</answer>", "no idea"]
     found = task.compute_metrics(["?"] * 4, said, rows, {}, None)["metrics"]
