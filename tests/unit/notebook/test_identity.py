@@ -395,8 +395,8 @@ def test_any_rows_have_a_fingerprint() -> None:
 
 def test_a_session_that_a_reward_mentions_is_nothing() -> None:
     config = TrainingConfig(dataset="arithmetic")
-    rows = [[{"question": word, "answer": "1"}] for word in "ab"]
-    session = Session(config, *rows)
+    train, test = [{"question": "a", "answer": "1"}], [{"question": "b", "answer": "2"}]
+    session = Session(config, train, test)
     rubric = rubric_of(cell(using("len(session.config)"), session=session))
     before = reward_facts(rubric)
     session.folder = Path("somewhere")
