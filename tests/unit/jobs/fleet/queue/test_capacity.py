@@ -274,7 +274,7 @@ def test_why_a_job_waits(database: Database) -> None:
     submit(database, "held", gpus=1, hold=True)
     assert "fleet release held" in explain(database, "held")[0]
     submit(database, "after", gpus=0, after=["w0:ok"])
-    assert "w0 has completed" in explain(database, "after")[0]
+    assert "w0, which is pending and must complete" in explain(database, "after")[0]
     finish(database, "r0", "queued", "network")
     later = database.run(database_time) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
