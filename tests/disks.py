@@ -40,7 +40,7 @@ def read_only(path: Path) -> Generator[None, None, None]:
 
 
 def fill(disk: Path, leave: int = 0) -> Path:
-    """Fill the disk up to `leave` free bytes, with a file that may be deleted."""
+    """Write a file that fills the disk until `leave` bytes are free. Deleting the file frees the disk."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         try:

@@ -14,7 +14,7 @@ Say = Callable[[int, str], str]
 """(seed, the text that the policy sees) -> the text that it writes."""
 
 SEED = 7
-"""The seed of the tests' runs."""
+"""The seed of the runs in these tests."""
 
 
 class ScriptedSampler:

@@ -70,33 +70,33 @@ class LaunchedLog:
         """`write` receives what is to be shown. `whole`: the command that prints the whole log."""
         self._write, self._ticker, self._whole = write, ticker, whole
         self._of_pip: deque[bytes] = deque(maxlen=SHOWN_LINES)
-        self._begin: bytes = b""
-        """The lines that are not complete, while a build may be in progress."""
+        self._incomplete: bytes = b""
+        """What was received and not passed on: a line without its end, while a build may be in progress."""
         self._building: bool | None = None
         """Unknown until the first line is."""
 
     def write(self, data: bytes) -> None:
         """Take a piece of the log; it may end within a line."""
-        data, self._begin = self._begin + data, b""
+        data, self._incomplete = self._incomplete + data, b""
         if self._building is None:
             first = f"{BUILDING}\n".encode()
             if len(data) < len(first) and first.startswith(data):
-                self._begin = data
+                self._incomplete = data
                 return
             self._building = data.startswith(first)
         while self._building and b"\n" in data:
             line, _, data = data.partition(b"\n")
             self._add(line)
         if self._building:
-            self._begin = data
+            self._incomplete = data
         elif data:
             self._write(data)
 
     def end(self) -> None:
         """Nothing follows, so the last line is complete."""
-        if self._begin:
-            self._write(self._begin)
-            self._begin = b""
+        if self._incomplete:
+            self._write(self._incomplete)
+            self._incomplete = b""
         self._ticker.clear()
 
     def _add(self, line: bytes) -> None:

@@ -50,7 +50,7 @@ from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.jobs.fleet.store import schema
 from groupwise.jobs.fleet.store.database import Database, connect, database_time
 from groupwise.jobs.fleet.store.tables import GPU
-from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, RunnerState
+from groupwise.jobs.hosts.answers import SUPERVISED, Hello, MemberState, Observation
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.host import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
@@ -536,8 +536,7 @@ async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Findin
     started_at = time.monotonic()
     try:
         state = await runner.launch(Launch(job, 1, spec))
-        alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
-        while state.state in alive and time.monotonic() - started_at < PROBE_TIMEOUT:
+        while state.state in SUPERVISED and time.monotonic() - started_at < PROBE_TIMEOUT:
             known_state = KnownState(state.state, state.log_size, clock=state.clock)
             for new_state in await runner.wait(
                 {(state.job, state.epoch): known_state}, seconds=5.0

@@ -110,6 +110,12 @@ class RunnerState(StrEnum):
     """The runner refused to start it; final for this epoch."""
 
 
+SUPERVISED = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
+"""The states of an attempt whose supervisor lives."""
+CHANGEABLE = SUPERVISED | {RunnerState.QUEUED}
+"""The states of an attempt that has not ended."""
+
+
 class ExitReason(StrEnum):
     """Why a command ended."""
 
@@ -212,7 +218,7 @@ class MemberState:
     @property
     def is_alive(self) -> bool:
         """True if any of its processes live, with or without the supervisor."""
-        return self.state in _SUPERVISED or bool(self.survivors)
+        return self.state in SUPERVISED or bool(self.survivors)
 
     @property
     def may_start(self) -> bool:
@@ -229,9 +235,6 @@ class MemberState:
             "method": self.method,
             "place": self.place,
         }
-
-
-_SUPERVISED = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

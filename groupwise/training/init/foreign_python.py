@@ -102,7 +102,7 @@ MAX_SKIPPED_LINES = 9
 
 
 OWN_FUNCTIONS = "own_functions"
-"""Not a setting: the source of a module with the file's own functions (foreign_functions.py)."""
+"""Not a setting of the run, but the source of a module with copies of the script's own functions (foreign_functions.py)."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"

@@ -52,7 +52,6 @@ from groupwise.jobs.fleet.attempts.launching import (
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.jobs.fleet.attempts.watching import (
-    CHANGEABLE,
     MachineWatch,
     MachineWatches,
     PollTiming,
@@ -61,7 +60,7 @@ from groupwise.jobs.fleet.attempts.write_batching import BatchedReads
 from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
-from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.answers import CHANGEABLE, MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobError, BlobStore
 from groupwise.jobs.hosts.host import HostError, HostUnreachable, OutcomeUnknown, RunnerRefused

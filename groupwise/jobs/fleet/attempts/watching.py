@@ -22,13 +22,11 @@ from typing import Protocol
 from groupwise.core.retry import Backoff
 from groupwise.core.waiting import wait_at_most
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.answers import CHANGEABLE, MemberState
 from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.host import HostError
 
 log = logging.getLogger(__name__)
-
-CHANGEABLE = frozenset({RunnerState.QUEUED, RunnerState.CLAIMED, RunnerState.RUNNING})
 
 
 class Listener(Protocol):

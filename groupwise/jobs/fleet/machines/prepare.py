@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.machines.connections import LOCAL, host_of
 from groupwise.jobs.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Member
-from groupwise.jobs.hosts.answers import Hello, MemberState, RunnerState
+from groupwise.jobs.hosts.answers import SUPERVISED, Hello, MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.host import (
@@ -60,7 +60,6 @@ PREPARED = re.compile(rf".*/{ENVIRONMENTS}/([0-9a-f]{{{DIGITS}}})/bin/python")
 NO_PROBE = ("true",)
 """Probe command that reads no GPUs."""
 BUILDER = ("python3", "-I", "builder.py")
-ALIVE = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 WAIT = 20.0
 """Seconds to wait for news of a silent build before asking again."""
 AGAIN = 2.0
@@ -326,7 +325,7 @@ class _BuildTask:
                 if (state.job, state.epoch) == (
                     own_state.job,
                     own_state.epoch,
-                ) or state.state in ALIVE:
+                ) or state.state in SUPERVISED:
                     continue
                 other_finished_at = state.exit.finished_at if state.exit is not None else None
                 if (
@@ -341,7 +340,7 @@ class _BuildTask:
 
 
 def _live_attempt(states: Sequence[MemberState]) -> MemberState | None:
-    alive = [state for state in states if state.state in ALIVE]
+    alive = [state for state in states if state.state in SUPERVISED]
     return alive[-1] if alive else None
 
 
@@ -383,7 +382,7 @@ class _Follower:
         while True:
             try:
                 await self._read_log(state)
-                if state.state not in ALIVE:
+                if state.state not in SUPERVISED:
                     return state
                 known = KnownState(state.state, self._offset, clock=state.clock)
                 for new_state in await self.runner.wait(
@@ -405,5 +404,5 @@ class _Follower:
             *lines, self._partial_line = (self._partial_line + part.data).split(b"\n")
             for line in lines:
                 self.tell(line.decode("utf-8", "replace"))
-        if state.state not in ALIVE and self._partial_line:
+        if state.state not in SUPERVISED and self._partial_line:
             self.tell(self._partial_line.decode("utf-8", "replace"))

@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.store.tables import (
     Project,
     Reservation,
 )
-from groupwise.jobs.hosts.answers import RunnerState
+from groupwise.jobs.hosts.answers import CHANGEABLE
 
 Document = dict[str, Any]
 
@@ -32,7 +32,6 @@ JOB_FIELDS = tuple(
     "assigned_vm gpu_index exit_code log_path submitted_by request resources spent spec_hash idempotency_key "
     "not_before waiting_since cancel_requested_at".split()
 )
-MAY_RUN = frozenset({RunnerState.QUEUED, RunnerState.CLAIMED, RunnerState.RUNNING})
 LISTED_FIELDS = tuple(
     "job_id name job_type project status priority model retry_count generation failure_reason blocked_reasons assigned_vm "
     "gpu_index exit_code submitted_by not_before cancel_requested_at".split()
@@ -112,7 +111,9 @@ def attempt_document(
             {
                 "rank": member.rank,
                 "vm_id": member.vm_id,
-                "state": "ended" if member.released and member.state in MAY_RUN else member.state,
+                "state": "ended"
+                if member.released and member.state in CHANGEABLE
+                else member.state,
                 "handle": member.handle,
                 "log_offset": member.log_offset,
                 "released": member.released,
