@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.cli.fleet.access import progress
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
+from groupwise.core.plugins import nearest
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
@@ -96,6 +97,8 @@ def _warn_of_missing_files(documents: Iterable[Mapping[str, Any]]) -> None:
 
 def _own_files(document: dict[str, Any], shared_files: Mapping[str, Path]) -> dict[str, Path]:
     """The local files that a job's dataset and reward function name. Both are changed to the paths in the job's folder."""
+    from groupwise.tasks.data.sources import is_local
+
     files: dict[str, Path] = {}
     dataset = document.get("dataset")
     if isinstance(dataset, str):  # anything else is refused later
@@ -103,13 +106,26 @@ def _own_files(document: dict[str, Any], shared_files: Mapping[str, Path]) -> di
         if path.is_file():
             _add_files(files, path, path.name, shared_files)
             document["dataset"] = f"file:{path.name}"
-        elif dataset.startswith(("./", "../", "~")):
-            raise UsageError(f"dataset {dataset}: there is no such file here.")
+        elif not dataset.startswith(("/", "file:")) and (is_local(dataset) or "/" not in dataset):
+            raise UsageError(_missing_dataset_message(dataset, path))
     rewards = document.get("reward_function")
     if isinstance(rewards, str):
         names = (_add_reward_file(files, name.strip(), shared_files) for name in rewards.split(","))
         document["reward_function"] = ",".join(names)
     return files
+
+
+def _missing_dataset_message(dataset: str, path: Path) -> str:
+    """Why a dataset that can only be a local file is not one."""
+    if path.is_dir():
+        return f"dataset {dataset} is a folder: send it as well, --file {dataset}:{path.name} --dataset file:{path.name}."
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    near = nearest(path.name, [entry.name for entry in folder.iterdir()])
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return (
+        f"dataset {dataset}: there is no file {path.name} here (in {path.absolute().parent}).{hint} A dataset on the hub is named "
+        "OWNER/NAME, and a file on the machine by its absolute path."
+    )
 
 
 def _store_files(

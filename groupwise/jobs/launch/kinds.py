@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 from groupwise.algorithms.custom import is_custom
@@ -28,6 +29,7 @@ from groupwise.jobs.fleet.queue.request import request_document_from
 from groupwise.jobs.hosts.spec import JobSpec, path_problems
 from groupwise.jobs.launch.train_grpo import DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.jobs.launch.train_grpo import problems as flag_problems
+from groupwise.tasks.data.sources import ENDINGS
 from groupwise.tasks.rewards.registry import unknown_reward
 from groupwise.training.config import LoadedConfig, load_config
 from groupwise.training.sft_config import load_sft_config
@@ -240,7 +242,9 @@ def _idle_resources(row: Row, kind: str, gpu_keys: Sequence[str]) -> Iterator[st
 
 
 def _is_of_hub(dataset: str | None) -> bool:
-    return bool(_HUB_ID.fullmatch(dataset or ""))
+    """True if it could be a dataset on the hub, as in `groupwise.tasks.data.sources.is_local`: `data/sums.jsonl` is a file."""
+    name = dataset or ""
+    return bool(_HUB_ID.fullmatch(name)) and PurePosixPath(name).suffix not in ENDINGS
 
 
 def _dataset_argument(row: Row) -> str:

@@ -271,9 +271,9 @@ def _missing_file_message(source: str, path: Path) -> str:
         else ""
     )
     listing = ", ".join(sorted(files)[:20]) or "none"
+    hub = "" if path.suffix in _READERS else " A dataset on the hub is named OWNER/NAME."
     return (
-        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}. A dataset on "
-        "the hub is named OWNER/NAME."
+        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}.{hub}"
     )
 
 

@@ -231,6 +231,24 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
     assert seen(*asked, "--dry-run")[0] == 0
 
 
+def test_a_dataset_that_can_only_be_a_file_here_must_be_one(
+    still: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sums.jsonl").touch()
+    for name, words in (
+        ("data/nosums.jsonl", f"no file nosums.jsonl here (in {tmp_path}/data). Did you mean sums.jsonl?"),
+        ("nosums.csv", f"no file nosums.csv here (in {tmp_path})"),
+        ("nosuch/sums.parquet", f"(in {tmp_path}/nosuch)"),
+        ("gsm8k", "OWNER/NAME"),
+        ("data", "--file data:data --dataset file:data"),
+    ):  # fmt: skip
+        code, _, err = still("submit", *GRPO, "--dataset", name)
+        assert code == 2
+        assert words in " ".join(err.split())
+
+
 def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_path: Path) -> None:
     (tmp_path / "code" / ".hidden").mkdir(parents=True)
     (tmp_path / "code" / "a.py").write_text("1")

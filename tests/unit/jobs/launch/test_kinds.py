@@ -129,6 +129,7 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
             ["model is missing", "dataset is missing", "reward_function is missing"],
         ),
         ({"dataset": "sums.jsonl", "output_dir": "/x"}, ["neither an absolute path", "'/x'"]),
+        ({"dataset": "data/sums.jsonl"}, ["neither an absolute path"]),
         (
             {"reward_function": "nosuch, corectness,correctness,antigravity"},
             ["`nosuch`", "`corectness`. Did you mean `correctness`", "gravity`"],
