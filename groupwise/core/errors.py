@@ -110,6 +110,12 @@ class NothingScoredError(RunError):
 
     code = "nothing_scored"
 
+    def __init__(self, message: str, *, wrong_code: bool = False) -> None:
+        """`wrong_code`: the reward functions themselves are wrong, so that the same command fails again."""
+        super().__init__(message)
+        if wrong_code:
+            self.exit_code = UsageError.exit_code
+
 
 class PolicyMismatchError(RunError):
     """The sampler serves other weights than the learner published."""

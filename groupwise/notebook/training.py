@@ -146,7 +146,7 @@ def run_training(
         with by_own_names(session.config):
             result = rl(core, task, resume=previous is not None)
     except NothingScoredError as error:
-        raise NothingScoredError(f"{error.message} {REWARDS_CHANGED}") from error
+        raise NothingScoredError(f"{error.message}\n{REWARDS_CHANGED}") from error
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _trainer_state(session, result)

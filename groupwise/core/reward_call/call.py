@@ -273,7 +273,8 @@ async def call(
     except _InvalidResult as problem:
         return _failed_result(count, f"reward `{name}` {problem}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
-        return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}")
+        hint = _completion_form_hint(error, request)
+        return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}{hint}")
     values: list[float | None] = []
     failures: list[str | None] = []
     for entry in entries:
@@ -281,6 +282,19 @@ async def call(
         values.append(value)
         failures.append(problem and printable(f"reward `{name}` {problem}"))
     return FunctionResult(tuple(values), tuple(failures), logged)
+
+
+def _completion_form_hint(error: BaseException, request: ScoreRequest) -> str:
+    """What a completion is here, if the error looks as if the function took text for a chat or a chat for text; else empty."""
+    if hasattr(error, "__notes__"):  # a wrapper explains the error itself, as a notebook's does
+        return ""
+    is_text = all(isinstance(completion, str) for completion in request.completions)
+    message = str(error)
+    if is_text and isinstance(error, TypeError) and "string indices must be integers" in message:
+        return " (prompts are text here, so a completion is a string: take `completion`, not `completion[0]['content']`)"
+    if not is_text and isinstance(error, TypeError | AttributeError) and "list" in message:
+        return " (prompts are chats here, so a completion is a list of messages: its text is `completion[0]['content']`)"
+    return ""
 
 
 def is_async(function: RewardCallable) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -24,6 +25,12 @@ MAX_GAP = 0.15
 
 In bfloat16, 0.02 is usual with the native engines and 0.04 with transformers' modules.
 """
+
+_WRONG_CODE = re.compile(
+    r"^\s*(Type|Attribute|Name|UnboundLocal|Key|Index|Import|ModuleNotFound|Syntax|Indentation|NotImplemented)Error\b",
+    re.MULTILINE,
+)
+"""In the reason of a failed rollout: its code is wrong, and would fail again. Others, such as a service that is away, may pass."""
 
 
 def commit(
@@ -105,9 +112,12 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         culprits = " and ".join(names[kind] for kind in sorted(endings, reverse=True))
         why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"
         raise NothingScoredError(
-            f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
-            + "\n  ".join(run.unscored_reasons)
-            + f"\nFix {culprits}, then start the run again; in a terminal, --resume continues it from its last checkpoint."
+            f"No rollout could be scored in {steps} ({why}). Fix {culprits}, then start the run again; in a terminal, --resume continues "
+            "it from its last checkpoint. In the last step:\n  "
+            + "\n  ".join(
+                run.unscored_reasons
+            ),  # last, because a fleet quotes the last line of the log
+            wrong_code=all(map(_WRONG_CODE.search, run.unscored_reasons or [""])),
         )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -323,6 +324,22 @@ def test_exceptions_fail_the_call_and_nothing_else(function, part):
 
 
 # 4. what cannot be called
+
+
+def test_a_function_that_takes_text_for_a_chat_or_the_reverse_learns_what_it_gets():
+    def content(completions, **columns):
+        return [float(len(each[0]["content"])) for each in completions]
+
+    def stripped(completions, **columns):
+        return [float(len(each.strip())) for each in completions]
+
+    text = request()
+    chat = replace(text, completions=[[{"role": "assistant", "content": "a"}]] * 2)
+    for function, asked, hint in (
+        (content, text, "prompts are text here"),
+        (stripped, chat, "prompts are chats here"),
+    ):
+        assert hint in reason(score([function], asked).members[0])
 
 
 def refused(call) -> str:
