@@ -166,7 +166,8 @@ def _status_text(job: Document) -> str:
 
 
 def _machine_text(job: Document) -> str:
-    if job["assigned_vm"] is None:
+    """Where it runs or has ended; empty while it waits, also between two attempts."""
+    if job["assigned_vm"] is None or job["start_time"] is None:
         return ""
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store.tables import (
     GPU,
     VM,
@@ -74,9 +75,11 @@ def job_document(job: Job) -> Document:
 
 
 def _job_times(job: Job) -> Document:
+    """`start_time`: None while it waits, also between two attempts."""
+    waits = job.status in (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
     return {
         "created_at": iso(job.created_at),
-        "start_time": iso(job.start_time),
+        "start_time": None if waits else iso(job.start_time),
         "end_time": iso(job.end_time),
     }
 

@@ -6,6 +6,8 @@
 4. A refusal names the state of the job and what can be done.
 """
 
+import time
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.cli.fleet.printing import print_jobs
 from groupwise.jobs.fleet.operations import jobs
 from groupwise.jobs.fleet.operations.jobs import JobFilter
 from groupwise.jobs.fleet.states import JobStatus
@@ -181,3 +184,19 @@ def test_only_failed_or_cancelled_jobs_can_be_retried(small: Any) -> None:
         with pytest.raises(Refusal, check=lambda refused: refused.code == "job_state"):
             small.do(jobs.retry, job)
         assert small.row(job).generation == 0
+
+
+def test_a_job_that_waits_again_runs_nowhere_and_has_not_started(
+    small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small.machine("one")
+    job_id = small.job("running", assigned_vm="one", start_time=datetime.now(UTC))
+
+    def listed() -> str:
+        print_jobs(small.do(jobs.listing, JobFilter()), time.time())
+        return capsys.readouterr().out
+
+    assert " one " in listed()
+    small.database.run(lambda s: setattr(s.get_one(Job, job_id), "status", "queued"))
+    assert " one " not in listed()
+    assert small.do(jobs.show, job_id)["start_time"] is None
