@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -51,6 +52,8 @@ from groupwise.jobs.hosts.failures import FailureClass
 
 FAULT_REPORT_SECONDS = 86_400.0
 """Seconds for which a job's report that a GPU is broken counts."""
+UNKNOWN_PROGRAM = "unknown_program"
+"""Refusal by a runner whose machine lacks the command's program. If no machine has it, that is the user's error."""
 DRAINED_AFTER = 3
 """Refused launches in a row, each of another job, after which a machine is drained."""
 
@@ -62,6 +65,10 @@ def end(session: Session, epoch: int, owner: str, move: Move, rng: random.Random
     if attempt.state == AttemptState.ENDED:
         return
     job = job_of(session, attempt)
+    if refusals.code_of(_member_at_fault(move).get("refusal")) == UNKNOWN_PROGRAM and _is_hopeless(
+        session, job, move
+    ):
+        move = replace(move, failure=FailureClass.USER_ERROR)
     verdict = verdict_on(session, job, attempt, move, rng)
     state_before = attempt.state
     attempt.outcome = move.outcome
@@ -272,7 +279,7 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     if move.failure not in REFUSED_LAUNCH:
         return False
     code = refusals.code_of(_member_at_fault(move).get("refusal"))
-    if code != "unknown_program":
+    if code != UNKNOWN_PROGRAM:
         return code in refusals.FOR_GOOD
     resources = Resources.model_validate(job.resources or {})
     if resources.vm is not None or resources.named:

@@ -253,5 +253,6 @@ def check_program(request: LaunchRequest) -> None:
     if "/" in program and not os.path.isabs(program):
         return
     if not find_program(program, request.path):
-        location = "" if "/" in program else f"on PATH, which is {request.path}"
-        raise LaunchRefused("unknown_program", f"there is no program {program:.200} {location}")
+        count = len(request.path.split(":"))
+        location = "" if "/" in program else f" in the {count} folders of PATH"
+        raise LaunchRefused("unknown_program", f"there is no program {program:.200}{location}")

@@ -385,6 +385,7 @@ def test_a_program_that_no_machine_has_is_looked_for_once_on_each(fleet: InProce
     assert begin_and_refuse(fleet, "job", "unknown_program") != first
     job = row(fleet, Job, Job.job_id == "job")
     assert job.status == "failed"
+    assert job.failure_reason.startswith("user_error: ")
     assert "never tried again" in job.failure_reason
 
 
