@@ -512,6 +512,8 @@ def print_status(fleet_status: Document) -> None:
         if machines["gpus"]
         else ""
     )
+    age = machines.get("outdated_seconds")  # an older fleet does not say it
+    outdated = "" if age is None else f"; nothing has looked at them for {duration(age)}"
     roles: dict[str, list[str]] = {}
     for process in fleet_status["processes"]:
         if process["alive"]:
@@ -520,7 +522,7 @@ def print_status(fleet_status: Document) -> None:
     jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
     facts = {
         "jobs": [jobs],
-        "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
+        "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}{outdated}"],
         "running": [f"{place}: {', '.join(names)}" for place, names in roles.items()],
     }
     margin = max(map(len, facts)) + 2

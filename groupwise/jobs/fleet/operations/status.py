@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.core.terminal.quantities import byte_size, duration
+from groupwise.core.terminal.quantities import byte_size, counted, duration
 from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, ObservedState
 from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
 from groupwise.jobs.fleet.operations import find, machines
@@ -73,6 +74,7 @@ def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Do
         "machines": {
             "total": len(machine_list),
             "ready": sum(machine["state"] == "ok" for machine in machine_list),
+            "outdated_seconds": _outdated_seconds(session, machine_list, now),
             "gpus": sum(machine["total_gpus"] for machine in machine_list),
             "gpus_available": sum(machine["available_gpus"] for machine in machine_list),
         },
@@ -80,6 +82,16 @@ def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Do
         "alarms": list(alarms(session, actor, folders)),
         "time": now,
     }
+
+
+def _outdated_seconds(
+    session: Session, machine_list: Sequence[Document], now: float
+) -> float | None:
+    """Seconds since any machine was last looked at, if no poller is running; None: one is, or none was ever looked at."""
+    looked_at = [machine["last_polled"] for machine in machine_list if machine["last_polled"]]
+    if not looked_at or "poller" not in missing_roles(session):
+        return None
+    return max(0.0, now - datetime.fromisoformat(max(looked_at)).timestamp())
 
 
 def processes(session: Session) -> list[Document]:
@@ -247,6 +259,17 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
     for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
         vm_field = {"vm_id": vm.vm_id}
         if vm.lost_at is not None:
+            names_it = (Job.resources["vm"].as_string() == vm.vm_id) & Job.status.in_(
+                (JobStatus.QUEUED, JobStatus.PENDING)
+            )
+            if waiting := session.scalar(select(func.count()).select_from(Job).where(names_it)):
+                yield _alarm(
+                    "lost",
+                    f"{vm.vm_id} was marked as lost, and {counted(waiting, 'job')} can run only there",
+                    "they start when the machine is back, which the fleet sees by itself; if it never comes back, "
+                    "`groupwise fleet stop` ends them",
+                    **vm_field,
+                )
             continue
         if vm.contact == Contact.UNTRUSTED:
             shown = machines.fingerprint(vm.seen_host_key)

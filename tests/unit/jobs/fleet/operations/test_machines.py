@@ -1,5 +1,6 @@
 """Operations on machines: every change makes an event, repeating it changes nothing, and an impossible one says what to do instead."""
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncssh
@@ -13,7 +14,7 @@ from groupwise.jobs.fleet.machines import observation
 from groupwise.jobs.fleet.operations import machines, prune, status
 from groupwise.jobs.fleet.operations.machines import NewMachine
 from groupwise.jobs.fleet.store.database import database_time
-from groupwise.jobs.fleet.store.tables import VM, Job
+from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Job
 
 
 def host_key() -> str:
@@ -26,6 +27,28 @@ def set_columns(small: Any, vm_id: str, **columns: Any) -> None:
         session.execute(update(VM).where(VM.vm_id == vm_id).values(**columns))
 
     small.database.run(write)
+
+
+def test_a_lost_machine_is_an_alarm_while_jobs_wait_for_it(small: Any) -> None:
+    def lost() -> list[str]:
+        return [a["message"] for a in small.do(status.overview)["alarms"] if a["kind"] == "lost"]
+
+    for vm_id in ("one", "two"):
+        small.machine(vm_id)
+        small.job("pending", resources={"gpus": 0, "vm": vm_id})
+    assert lost() == []
+    small.do(machines.lost, "one")
+    assert lost() == ["one was marked as lost, and 1 job can run only there"]
+
+
+def test_the_status_says_how_old_it_is_while_nothing_looks_at_the_machines(small: Any) -> None:
+    small.machine("one", last_polled=datetime.now(UTC) - timedelta(seconds=300))
+    overview = small.do(status.overview)
+    assert overview["machines"]["outdated_seconds"] == pytest.approx(300, abs=30)
+    now = overview["time"]
+    row = {"host": "h", "pid": 1, "started_at": now, "seen_at": now}
+    small.database.run(lambda s: s.add(ControlProcess(owner="p", role="poller", **row)))
+    assert small.do(status.overview)["machines"]["outdated_seconds"] is None
 
 
 def test_a_removed_machine_may_come_back(small: Any) -> None:
