@@ -122,6 +122,10 @@ def statuses(arguments: Sequence[str] | None) -> frozenset[JobStatus] | None:
     names = [part.strip().lower() for argument in arguments for part in argument.split(",")]
     valid_names = [status.value for status in JobStatus]
     for name in names:
+        if name == "cancelling":
+            raise UsageError(
+                "--status cancelling: that is shown of a running job while it is being ended. Its status is running: --status running."
+            )
         if name not in valid_names:
             close_matches = difflib.get_close_matches(name, valid_names, n=1)
             hint = (

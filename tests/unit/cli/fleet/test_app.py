@@ -405,6 +405,7 @@ def test_mistakes_are_reported(still: Command) -> None:
     add = ("vm", "add", "x")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
         (("list", "--status", "runing"), "did you mean running?"),
+        (("list", "--status", "cancelling"), "--status running"),
         (("list", "--label", "x"), "KEY=VALUE"),
         (("list", "--limit", "1001"), "less than or equal to 1000"),
         (("stop",), "name the jobs, or choose them"),
