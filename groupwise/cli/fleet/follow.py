@@ -89,12 +89,27 @@ def print_log(
         if not job["epochs"]:
             _say_what_it_waits_for(access, job, "")
         else:
-            say(f"{job_id} has written nothing yet")
+            say(_why_no_log(access, job_id, epoch))
     writer = LogWriter()
     while part.data and part.epoch == shown_epoch:
         writer.write(part.data)
         part = access.log(job_id, epoch=shown_epoch, offset=part.offset, rank=rank)
     writer.end()
+
+
+def _why_no_log(access: FleetClient, job_id: str, epoch: int | None) -> str:
+    """Why the log of an attempt is empty; None: of the newest one."""
+    attempts = access.show(job_id)["attempts"]
+    attempt = next((each for each in attempts if each["epoch"] == epoch), attempts[-1])
+    if attempt["state"] != "ended":
+        return f"{job_id} has written nothing yet"
+    name = f"attempt {attempt['epoch']} of {job_id}"
+    if attempt["outcome"] == "void":
+        return f"{name} has never started"
+    if attempt["failure_class"] == "host_lost":
+        machines = ", ".join(member["vm_id"] for member in attempt["members"])
+        return f"nothing of the log of {name} was copied before {machines} was lost"
+    return f"{name} has ended, and wrote nothing"
 
 
 def follow_log(

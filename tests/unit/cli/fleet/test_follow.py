@@ -25,6 +25,7 @@ class Fleet:
         self.of_rank_1: dict[int, bytes] = {}
         self.status = "running"
         self.waiting: list[str] = []
+        self.attempts: dict[int, dict[str, Any]] = {}
         self.later: list[Callable[[], None]] = []
         self.retries = RequestRetries()
 
@@ -34,7 +35,10 @@ class Fleet:
         }  # fmt: skip
 
     def show(self, job_id: str) -> dict[str, Any]:
-        return {"waiting": self.waiting}
+        return {
+            "waiting": self.waiting,
+            "attempts": [self.attempts.get(e, RUNS | {"epoch": e}) for e in self.epochs],
+        }
 
     def log(
         self,
@@ -65,6 +69,7 @@ class Fleet:
         self.later.pop(0)()
 
 
+RUNS = {"state": "running", "outcome": None, "failure_class": None, "members": [{"vm_id": "one"}]}
 Said = Callable[[], tuple[str, str]]
 
 
@@ -125,6 +130,19 @@ def test_it_begins_near_the_end_and_repeats_nothing(
     fleet.later = [ends]
     follow(fleet, tail=tail)
     assert printed_text() == (f"{before}three\n", "")
+
+
+def test_an_empty_log_of_an_attempt_that_has_ended_is_not_still_to_come(printed_text: Said) -> None:
+    fleet = Fleet(of_3=b"", of_7=b"")
+    ended = RUNS | {"epoch": 3, "state": "ended", "outcome": "failed"}
+    for columns, words in (
+        ({"failure_class": "host_lost"}, "nothing of the log of attempt 3 of job-1 was copied before one was lost"),
+        ({"outcome": "void"}, "attempt 3 of job-1 has never started"),
+        ({}, "attempt 3 of job-1 has ended, and wrote nothing"),
+    ):  # fmt: skip
+        fleet.attempts[3] = ended | columns
+        print_log(cast("Any", fleet), "job-1", tail=None, epoch=3)
+        assert printed_text() == ("", f"{words}\n")
 
 
 def test_the_log_of_one_attempt_is_printed_so_far(printed_text: Said) -> None:
