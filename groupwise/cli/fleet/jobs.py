@@ -356,6 +356,22 @@ def remove(
     )
 
 
+def _nothing_fetched(job: dict[str, Any], epoch: int | None, rank: int) -> str:
+    """Says that an attempt left nothing in its outputs, and where its other files are."""
+    outputs = job["request"].get("artefacts") or [job["output_dir"]]
+    names = ", ".join(f"`{path}`" for path in outputs)
+    chosen = [attempt for attempt in job["attempts"] if epoch in (None, attempt["epoch"])]
+    members = (
+        [member for member in chosen[-1]["members"] if member["rank"] == rank] if chosen else []
+    )
+    folder = "".join(
+        f" The machine {member['vm_id']} keeps its working folder for some hours: attempts/{job['job_id']}.{chosen[-1]['epoch']}/work in "
+        f"the work folder that `groupwise fleet vm show {member['vm_id']}` names."
+        for member in members
+    )
+    return f"{job['job_id']} left nothing in {names}. What it writes elsewhere is fetched only if `submit --output PATH` names it.{folder}"
+
+
 def fetch(
     job: JobArgument,
     path: Annotated[
@@ -392,6 +408,7 @@ def fetch(
             force=force,
             on_progress=on_progress,
         )
+        details = None if result["files"] or as_json else access.show(job)
     if as_json:
         write_json(result)
         return
@@ -399,8 +416,11 @@ def fetch(
     kept_count = sum(file["kept"] for file in files)
     size = byte_size(sum(file["bytes"] for file in files))
     kept_note = f", {kept_count} of them here already" if kept_count else ""
-    found = f": {counted(len(files), 'file')}, {size}{kept_note}" if files else " left no outputs"
-    say(f"{result['job_id']}{found}")
+    say(
+        f"{result['job_id']}: {counted(len(files), 'file')}, {size}{kept_note}"
+        if details is None
+        else _nothing_fetched(details, epoch, rank)
+    )
     for path_left_out, reason in result["left_out"]:
         say(f"the fleet left out {path_left_out}: {reason.replace('_', ' ')}")
     if files:

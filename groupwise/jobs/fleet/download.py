@@ -204,7 +204,7 @@ def choose_files(
 
 def _suggestion(name: str, files: Mapping[str, FileEntry]) -> str:
     if not files:
-        return "it left nothing at all"
+        return "there is nothing in its outputs, and what it writes elsewhere is fetched only if `submit --output` names it"
     folders = {path[:index] for path in files for index, c in enumerate(path) if c == "/"}
     if matches := difflib.get_close_matches(name, [*folders, *files], n=1):
         return f"did you mean {matches[0]}? It left {counted(len(files), 'file')}"

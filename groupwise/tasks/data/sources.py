@@ -272,9 +272,7 @@ def _missing_file_message(source: str, path: Path) -> str:
     )
     listing = ", ".join(sorted(files)[:20]) or "none"
     hub = "" if path.suffix in _READERS else " A dataset on the hub is named OWNER/NAME."
-    return (
-        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}.{hub}"
-    )
+    return f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}.{hub}"
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:

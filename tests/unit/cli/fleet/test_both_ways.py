@@ -109,21 +109,29 @@ def jobs_of(fleet: LocalFleet) -> dict[str, str]:
     finish(fleet.database, done)
     append(make(fleet.place.logs, done, claimed.epoch), 0, b"one\ntwo\nthree\n")
     leave(fleet.place, done, claimed.epoch, b"weights" * 1000)
+    empty = submitted("empty")
+    (claimed_empty,) = claim_some(fleet.database)
+    finish(fleet.database, empty)
+    leave(fleet.place, empty, claimed_empty.epoch, None)
     cancelled = submitted("cancelled")
     fleet.cancel(cancelled, "wrong data")
     waits, held = submitted("waits"), submitted("held", hold=True)
     return {
-        "done": done, "cancelled": cancelled, "waits": waits, "held": held, "epoch": str(claimed.epoch),
+        "done": done, "empty": empty, "cancelled": cancelled, "waits": waits, "held": held, "epoch": str(claimed.epoch),
     }  # fmt: skip
 
 
-def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
+def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes | None) -> None:
+    """A file, and a link that is left out; None: nothing."""
     file = place.artefacts / job_id / str(epoch) / "outputs" / "model.bin"
     file.parent.mkdir(parents=True)
-    file.write_bytes(data)
-    files = {"outputs/model.bin": [hash_of(file), 0o644, len(data)]}
+    files, left_out = {}, []
+    if data is not None:
+        file.write_bytes(data)
+        files = {"outputs/model.bin": [hash_of(file), 0o644, len(data)]}
+        left_out = [["outputs/l", "link"]]
     record = place.artefacts / job_id / f"{epoch}.json"
-    record.write_text(json.dumps({"files": files, "left_out": [["outputs/l", "link"]]}))
+    record.write_text(json.dumps({"files": files, "left_out": left_out}))
     (place.artefacts / job_id / "current").symlink_to(str(epoch))
 
 
@@ -178,6 +186,14 @@ def test_fetch_writes_the_files_of_a_job(
     assert code == 2
     assert "--force" in err
     assert (tmp_path / "to/outputs/model.bin").read_text() == "mine"
+    code, out, err = ways.both("fetch", jobs["empty"])
+    assert (code, out) == (0, "")
+    assert f"{jobs['empty']} left nothing in `outputs`" in err
+    assert "--output PATH" in err
+    assert f"vm-1 keeps its working folder for some hours: attempts/{jobs['empty']}." in err
+    code, _, err = ways.both("fetch", jobs["empty"], "results")
+    assert code == 2
+    assert "submit --output" in err
 
 
 # --- changing
