@@ -30,6 +30,7 @@ VOLATILE_KEYS = frozenset(
         "seen_at",
         "silent_seconds",
         "oldest_waiting_seconds",
+        "outdated_seconds",
         "last_polled",
         "observed_at",
         "facts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def small(migrated_file: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def local(small: SmallFleet, tmp_path: Path) -> Iterator[LocalFleet]:
-    small.machine("box-1", gpus=2)
+    small.machine("box-1", gpus=2, last_polled=datetime.now(UTC))
     small.machine("box-2", gpus=0, problem=HOSTILE.replace("\x00", "").replace("\ud83d", ""))
     job = small.job("running", job_id="running-1", name="<b>sums</b>")
     epoch = small.attempt(job, "box-1", gpu=0)
@@ -115,6 +116,9 @@ async def test_fleet_pages_as_json(client: httpx2.AsyncClient) -> None:
     assert (busy["shown"], held_by, idle["shown"]) == ("held", "running-1", "free")
     remedies = {each["kind"]: each["remedy"] for each in whole["status"]["alarms"]}
     assert "`groupwise fleet run dispatcher`" in remedies["role_missing"]
+    page = (await client.get("/fleet")).text
+    assert "<code>groupwise fleet run dispatcher</code>" in page
+    assert "as seen" in page
     job = await said("/jobs/running-1")
     assert (job["log"][:7], list(job["actions"])) == ("step 1\n", ["cancel"])
     assert [bar["name"] for bar in job["timeline"]] == ["1"], "as in `fleet show`"
