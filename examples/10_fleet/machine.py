@@ -43,7 +43,7 @@ settings = [
     "KbdInteractiveAuthentication=no",
     "StrictModes=no",
     "PidFile=none",
-    "LogLevel=ERROR",
+    "LogLevel=FATAL",  # not that a client left because it does not trust the host key yet
 ]
 # root's sshd needs this folder, and a container may lack it
 if os.geteuid() == 0:
