@@ -485,7 +485,7 @@ def _machine_problems(row: Any, now: float) -> tuple[str | None, str | None]:
             row.contact == Contact.UNTRUSTED,
             row.problem or f"its host key is not trusted: `groupwise fleet vm trust {row.vm_id}`",
         ),
-        (row.contact != Contact.OK, f"unreachable{problem}"),
+        (row.contact != Contact.OK, "unreachable"),
         (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
     other_reasons = (

@@ -414,7 +414,10 @@ def _unfit_reason(resources: Resources, machine: Machine) -> str | None:
             found = "it is not set" if actual is None else f"there it is {actual!r}"
             return f"label {name}={value} is wanted, and {found}"
     if resources.prepared and not machine.prepared:
-        return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
+        return (
+            f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`, or `groupwise fleet vm set {machine.vm_id} "
+            "--python PATH` if an interpreter there has Groupwise"
+        )
     disk = _shortage("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
     if machine.engine is not None:
         return elastic.unfit(resources, machine.engine) or disk
