@@ -461,10 +461,15 @@ def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: 
         condition = f"cleanup {attempt.cleanup}" if has_ended else attempt.state
         users.append(f"{attempt.job_id} (attempt {attempt.epoch}, {condition})")
     rest_note = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
+    finish = (
+        "It is drained already, so wait until they have finished"
+        if vm.draining
+        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish"
+    )
     remedy = (
         "It was declared lost: a dispatcher gives them up within seconds, if one is running."
         if vm.lost_at is not None
-        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{next_step and f', {next_step}'}; if the machine never comes back, "
+        else f"{finish}{next_step and f', {next_step}'}; if the machine never comes back, "
         f"`groupwise fleet vm mark-lost {vm.vm_id}`."
     )
     raise Refusal(

@@ -126,6 +126,10 @@ def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     small.attempt(job, "vm-1", state="ended", cleanup="leaking")
     with pytest.raises(Refusal, match=f"{job} .*cleanup leaking.*vm drain vm-1.*vm mark-lost vm-1"):
         small.do(machines.remove, "vm-1")
+    small.do(machines.drain, "vm-1")
+    with pytest.raises(Refusal, match=r"drained already.*vm mark-lost vm-1") as refusal:
+        small.do(machines.remove, "vm-1")
+    assert "vm drain" not in str(refusal.value)
     assert small.vm("vm-1").active
     small.do(machines.lost, "vm-1")
     with pytest.raises(Refusal, match="within seconds"):
