@@ -183,10 +183,11 @@ def _note_on_gpus(job: Job, gpus: str) -> str:
     if (job.resources or {}).get("gpus"):
         return "--gpus was not given, so the job gets 1 GPU; --gpus 0 runs it without one"
     if job.job_type != COMMAND:
-        found = f"the fleet has {gpus}, on other machines" if gpus else "the fleet has none"
+        if not gpus:
+            return "the fleet has no GPU, so the job runs without one; --gpus 1 waits for one"
         return (
-            f"no machine that the job may run on has a GPU ({found}), so it runs without one; --gpus 1 waits for a GPU, and "
-            "`groupwise fleet vm add` adds a machine"
+            f"no machine that the job may run on has a GPU (the fleet has {gpus}, on other machines), so it runs without one; --gpus 1 "
+            "waits for a GPU"
         )
     if not gpus:
         return ""
