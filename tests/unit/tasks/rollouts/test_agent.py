@@ -142,8 +142,9 @@ async def test_a_choice_decides_which_turns_teach(
 
 
 async def test_a_program_that_fails_is_scored_and_one_that_hangs_is_killed(program: Path):
-    async with playing(program, max_seconds=1.0) as play:
+    async with playing(program) as play:
         broken = await play("break")
+    async with playing(program, max_seconds=1.0) as play:
         late = await play("sleep")
     assert (broken.outcome, broken.notes["exit_code"]) == ("pending", 1)
     assert broken.notes["stopped"] == "exit code 1: the agent is at its wits' end"
