@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,15 @@ def test_a_client_of_the_server_is_given_no_keys_and_commands_of_a_config(
     text = " ".join(each["do"] for each in advice)
     for wrong in ("groupwise ", "warm_up", "data.", "training.", "sampler.max_completion_length"):
         assert wrong not in text
+
+
+def test_advice_on_a_supervised_run_names_only_its_keys(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.set_meta({"kind": "sft"})
+        metrics = {"entropy": 0.01, "updates/left_out": 1.0}
+        store.commit_step(StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], metrics)
+        advised = " ".join(advice["do"] for advice in advice_on(store))
+    keys = re.findall(r"\b[a-z]+\.[a-z_]+", advised)
+    assert keys == [
+        "training.learning_rate", "training.max_steps", "training.stop_when", "training.learning_rate"
+    ]  # fmt: skip
