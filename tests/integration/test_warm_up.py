@@ -142,7 +142,9 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     card = (tmp_path / "toy/final/README.md").read_text()
     assert "| the base model | before | after |" in card
     assert main(["runs", "plot", "toy", "--dir", str(tmp_path), "--json"]) == 0
-    drawn = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert "held-out after 1 step: " in told.err
+    drawn = json.loads(told.out)
     assert [step for step, _ in drawn["warm_up"]] == [-4, -2, 0]
     assert [step for step, _ in drawn["points"]] == [1]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.types import Row
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs import checkpoints
@@ -252,7 +253,9 @@ async def evaluate_if_due(run: SftRun) -> None:
                 await save(run)
             if run.stopped_early:
                 best = (
-                    f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
+                    f"{run.best.loss:.4f} (after {counted(run.best.step, 'step')})"
+                    if run.best
+                    else "infinity"
                 )
                 run.say(
                     f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
@@ -282,7 +285,7 @@ async def _measure_held_out(run: SftRun) -> dict[str, float]:
     numbers = ", ".join(
         f"{name} {metrics[name]:.4g}" for name in PRINTED_METRICS if name in metrics
     )
-    run.say(f"held-out after {run.step} steps: {numbers}")
+    run.say(f"held-out after {counted(run.step, 'step')}: {numbers}")
     return metrics
 
 
@@ -302,7 +305,9 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     matches = (condition for condition in conditions if holds(condition, metrics))
     run.met_condition = next(matches, None)
     if run.met_condition is not None:
-        run.say(f"ended after {run.step} steps: {run.met_condition} (training.stop_when)")
+        run.say(
+            f"ended after {counted(run.step, 'step')}: {run.met_condition} (training.stop_when)"
+        )
 
 
 def unmet_warning(
@@ -328,7 +333,7 @@ def unmet_warning(
             "training.learning_rate"
         )
     return (
-        f"warning: no condition of training.stop_when was met in {steps} steps "
+        f"warning: no condition of training.stop_when was met in {counted(steps, 'step')} "
         f"({', '.join(measurements) or 'nothing was evaluated'}): {advice}"
     )
 
