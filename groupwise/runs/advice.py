@@ -38,6 +38,8 @@ DO_WITH_TINY = (
     "learn: groupwise init -t TASK -m smollm2-135m-instruct."
 )
 """What to do about the metrics of OF_TINY in a run of that model. It is said once."""
+COMPARE = "Compare it with the untrained model on held-out prompts (groupwise eval). "
+"""The advice of a run that has not been evaluated before and after its training."""
 DO_WITH_TINY_AS_CLIENT = (
     "That is expected of the model tiny, a toy with random weights: it shows that the client works. One that can learn: start with "
     "model_id: smollm2-135m-instruct."
@@ -102,8 +104,7 @@ RULES = (
         "",
         lambda value: value > MAX_SOLVED,
         "{value} of the completions of the last steps are solved: little is left to learn.",
-        "Compare it with the untrained model on held-out prompts (groupwise eval). To go on: harder examples, or a reward that tells good "
-        "from very good.",
+        COMPARE + "To go on: harder examples, or a reward that tells good from very good.",
         do_as_client="To go on: harder prompts, or a reward that tells good from very good.",
     ),
     Advice(
@@ -185,6 +186,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     meta = store.get_meta()
     is_tiny, served = meta.get("model") == TINY, is_served(meta)
     supervised = meta.get("kind") == "sft"
+    is_compared = {"before", "after"} <= {name for _, name, _ in store.evaluations_with_rows()}
     tiny_remedy = DO_WITH_TINY_AS_CLIENT if served else DO_WITH_TINY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
@@ -199,6 +201,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
                 continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
             do = (served and rule.do_as_client) or (supervised and rule.do_in_sft) or rule.do
+            do = do.removeprefix(COMPARE if is_compared else "")
             if is_tiny and rule.metric in OF_TINY and rule.problem:
                 do = tiny_remedy
                 if any(given["do"] == do for given in advice):

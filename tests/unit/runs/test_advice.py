@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import CLIENTS
-from groupwise.runs.records import StepRecord
+from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 
 CERTAIN = {"frac_reward_zero_std": 1.0, "groups/distinct": 0.1, "entropy": 0.01}
@@ -97,3 +97,16 @@ def test_advice_on_a_supervised_run_names_only_its_keys(tmp_path: Path) -> None:
     assert keys == [
         "training.learning_rate", "training.max_steps", "training.stop_when", "training.learning_rate"
     ]  # fmt: skip
+
+
+def test_a_run_that_was_compared_with_its_start_is_not_advised_to_compare(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        step = StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0)
+        store.commit_step(step, [], {"rollouts/solved": 0.95})
+        advised = [advice_on(store)[0]["do"]]
+        for steps, name in ((0, "before"), (1, "after")):
+            store.add_evaluation(
+                EvaluationRecord(steps, name, "", {"reward": 1.0}, ({"example": 0},))
+            )
+        advised.append(advice_on(store)[0]["do"])
+    assert ["groupwise eval" in text for text in advised] == [True, False]
