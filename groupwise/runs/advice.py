@@ -38,6 +38,8 @@ DO_WITH_TINY = (
     "learn: groupwise init -t TASK -m smollm2-135m-instruct."
 )
 """What to do about the metrics of OF_TINY in a run of that model. It is said once."""
+COMPARE = "Compare it with the untrained model on held-out prompts (groupwise eval). "
+"""The advice of a run that has not been evaluated before and after its training."""
 DO_WITH_TINY_AS_CLIENT = (
     "That is expected of the model tiny, a toy with random weights: it shows that the client works. One that can learn: start with "
     "model_id: smollm2-135m-instruct."
@@ -61,6 +63,8 @@ class Advice:
     """Give the advice only if the completions of a group are mostly alike (True) or mostly different (False). None: always."""
     do_as_client: str = ""
     """What to do in a run of the training server, whose clients have the prompts and rewards. Empty: the same as `do`."""
+    do_in_sft: str = ""
+    """What to do in a supervised run, which has keys of its own. Empty: the same as `do`."""
 
 
 RULES = (
@@ -100,8 +104,7 @@ RULES = (
         "",
         lambda value: value > MAX_SOLVED,
         "{value} of the completions of the last steps are solved: little is left to learn.",
-        "Compare it with the untrained model on held-out prompts (groupwise eval). To go on: harder examples, or a reward that tells good "
-        "from very good.",
+        COMPARE + "To go on: harder examples, or a reward that tells good from very good.",
         do_as_client="To go on: harder prompts, or a reward that tells good from very good.",
     ),
     Advice(
@@ -134,9 +137,10 @@ RULES = (
         "entropy",
         "no entropy left",
         lambda value: value < 0.05,
-        "The entropy is {value} nats: the policy is nearly certain of each token, and the rollouts of a group become alike.",
+        "The entropy is {value} nats: the policy is nearly certain of each token, and its completions of a prompt become alike.",
         "Raise sampler.temperature, lower training.learning_rate, or set algorithm.beta above 0 to stay nearer to the start.",
         "{:.3f}",
+        do_in_sft="Before RL, train less: lower training.learning_rate or training.max_steps, or end the run by training.stop_when.",
     ),
     Advice(
         "kl",
@@ -181,6 +185,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
     meta = store.get_meta()
     is_tiny, served = meta.get("model") == TINY, is_served(meta)
+    supervised = meta.get("kind") == "sft"
+    is_compared = {"before", "after"} <= {name for _, name, _ in store.evaluations_with_rows()}
     tiny_remedy = DO_WITH_TINY_AS_CLIENT if served else DO_WITH_TINY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
@@ -194,7 +200,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             if rule.metric == LOGPROB_GAP and _updates_between(store):
                 continue  # the gap is then mostly what the step itself has learnt
             text = rule.says.format(value=rule.form.format(value))
-            do = rule.do_as_client if served and rule.do_as_client else rule.do
+            do = (served and rule.do_as_client) or (supervised and rule.do_in_sft) or rule.do
+            do = do.removeprefix(COMPARE if is_compared else "")
             if is_tiny and rule.metric in OF_TINY and rule.problem:
                 do = tiny_remedy
                 if any(given["do"] == do for given in advice):

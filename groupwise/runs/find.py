@@ -352,9 +352,9 @@ def best_and_worst(folder: Path) -> dict[Order, RolloutView]:
     orders: tuple[Order, ...] = ("best", "worst")
     with Store.open(folder / RECORD, readonly=True) as store:
         for order in orders:
-            for view in store.rollouts(RolloutFilter(outcome="scored", order=order, limit=1)):
-                if view.reward is not None and view.step is not None:
-                    found[order] = view
+            scored = RolloutFilter(committed=True, outcome="scored", order=order, limit=1)
+            for view in store.rollouts(scored):
+                found[order] = view
     if len(found) > 1 and found["best"].reward == found["worst"].reward:
         del found["worst"]
     return found

@@ -122,6 +122,8 @@ def _conditions(filters: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     )
     if (filters.min_reward, filters.max_reward) != (None, None):
         yield _Condition(value_lead, f"§{column} BETWEEN ? AND ?", _reward_range(filters))
+    if filters.committed:
+        yield _Condition("order", "+rollouts.step IS NOT NULL", ())
     if filters.order in ("best", "worst"):
         yield _Condition("order", f"§{column} <= 9e999", ())
     if filters.part is not None and plan.several:

@@ -113,6 +113,8 @@ class RolloutFilter:
 
     step: int | None = None
     """Number of the step, from 1."""
+    committed: bool = False
+    """True: only rollouts that belong to a committed step."""
     group: int | None = None
     """Number of the group, from 1: its draw + 1."""
     example: int | None = None

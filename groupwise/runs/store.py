@@ -427,7 +427,7 @@ class Store:
         """The rewards of all groups of the steps `first` to `last` (from 1), in order of training; those without a score are left out."""
         rows = self._db.all(
             "SELECT g.step + 1, g.draw, g.prompt_text, avg(r.reward) FROM groups g CROSS JOIN rollouts r"
-            " ON r.draw = g.draw AND +r.outcome = 'scored' WHERE g.step BETWEEN ? - 1 AND ? - 1"
+            " ON r.draw = g.draw AND +r.outcome = 'scored' AND +r.reward <= 9e999 WHERE g.step BETWEEN ? - 1 AND ? - 1"
             " GROUP BY g.step, g.position, g.draw ORDER BY g.step, g.position",
             (first, last),
         )

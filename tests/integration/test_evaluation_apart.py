@@ -118,6 +118,8 @@ def test_the_most_probable_token_alone_is_the_greedy_answer(tmp_path):
         made["sampler"]["min_completion_length"] = 3
         apart = groupwise.evaluate(made, TOY, output=tmp_path / f"{name}.json")
         answers.append([row["completion"] for row in apart.rows])
+        written = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert {row["columns"]["wanted"] for row in written} == {"abcdefghijklm"}
     made["training"]["max_steps"] = 1
     made["eval"]["before_and_after"] = True
     groupwise.rl(made, TOY)

@@ -178,6 +178,8 @@ UNKNOWN_PARTS = {
         "data": {"replay": {"success_part": "nosuch", "warmup_entries": 1}}
     },
     "data.curriculum.success_part": {"data": {"curriculum": {"success_part": "nosuch"}}},
+    "eval.success_part": {"eval": {"success_part": "nosuch", "before_and_after": False}},
+    "signals.accuracy_part": {"signals": {"accuracy_part": "nosuch"}},
     "success_cache: part": {
         "data": {"replay": {"success_threshold": None, "warmup_entries": 1}},
         "callbacks": [{"name": "success_cache", "part": "nosuch"}],

@@ -2,6 +2,7 @@
 that would need one."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.distributed.config import DistributedConfig
+from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.training.config import load_config
 from groupwise.training.loops import sft as loop
@@ -140,7 +142,9 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     card = (tmp_path / "toy/final/README.md").read_text()
     assert "| the base model | before | after |" in card
     assert main(["runs", "plot", "toy", "--dir", str(tmp_path), "--json"]) == 0
-    drawn = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert "held-out after 1 step: " in told.err
+    drawn = json.loads(told.out)
     assert [step for step, _ in drawn["warm_up"]] == [-4, -2, 0]
     assert [step for step, _ in drawn["points"]] == [1]
 
@@ -151,9 +155,24 @@ def test_a_stop_condition_that_never_holds_is_reported(tmp_path, task, capsys):
     assert "no condition of training.stop_when was met in 4 steps (reward is 0." in told
 
 
+@pytest.mark.parametrize(("values", "told"), [
+    ((0.25, 0.5), r"\(groups/with_signal is 0.5\): train for longer, or ask for less"),
+    ((0.25, 0.5625, 0.125), r"is 0.125 after it was 0.5625 at step 4\): more steps may lead further away"),
+])  # fmt: skip
+def test_an_unmet_condition_is_explained_by_what_was_nearest(values, told):
+    found = [
+        EvaluationRecord(4 * number, "", "", {"groups/with_signal": value})
+        for number, value in enumerate(values)
+    ]
+    warning = loop.unmet_warning(["groups/with_signal >= 0.6"], found, 8)
+    assert re.search(told, warning), warning
+
+
 def test_an_invalid_stop_condition_is_refused(tmp_path, task):
     with pytest.raises(ConfigError, match="'reward is 1' is not a condition"):
         groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
+    with pytest.raises(ConfigError, match=r"names groups/signal, which no .* groups/with_signal"):
+        groupwise.rl(config(tmp_path, DRAWN, stop_when=["groups/signal > 1"]), task, dry_run=True)
     with pytest.raises(UsageError, match="names rewards/shape, which the evaluation after 0 steps"):
         groupwise.rl(config(tmp_path, DRAWN, stop_when=["rewards/shape > 1"]), task)
 

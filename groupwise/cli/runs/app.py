@@ -383,7 +383,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
     for number, (_, rollouts) in enumerate(groupby(views, key=lambda view: view.group)):
         group = list(rollouts)
         first = group[0]
-        heading = "unfinished" if first.step is None else f"step {first.step}"
+        heading = "sampled, not trained on yet" if first.step is None else f"step {first.step}"
         if number:
             print_text("")
         print_text(f"━━ {heading} · group {first.group} · example {first.example} ━━")

@@ -211,6 +211,7 @@ def compare(visit: Visit) -> Page:
         "asked": query.model_dump(),
         "a": comparison.a.label,
         "b": comparison.b.label,
+        "supervised": comparison.a.supervised,
         "prompts": comparison.prompts,
         "only_a": comparison.only_a,
         "only_b": comparison.only_b,

@@ -83,30 +83,25 @@ class Signals:
         statistics = group_statistics(fresh)
         if entropy is not None:
             statistics["entropy"] = entropy
-        was_ready = self._reward_is_ready
         for name, value in statistics.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
         rewards = [r.reward for group in fresh for r in group.scored if r.reward is not None]
+        is_first_scored = bool(rewards) and self._rewards is None
         if rewards:
             bounds = [*rewards, *(self._rewards or ())]
             self._rewards = min(bounds), max(bounds)
-        had_least = bool(self._least)
         for part, lowest in lowest_part_values(fresh).items():
             self._least[part] = min(self._least.get(part, lowest), lowest)
-        if self._least and not had_least:
+        if is_first_scored:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
             if text := missing_accuracy_note(self.config, parts):
                 logger.info("%s", text)
-        if self._reward_is_ready and not was_ready:
-            # Warn once if a configured part name never occurs, because it may be misspelt.
             accuracy_part = self.config.accuracy_part
-            parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
             if accuracy_part is not None and accuracy_part not in parts:
                 logger.warning(
-                    "signals.accuracy_part is %s, but no reward part of the first %d steps is called so. There are: %s",
+                    "signals.accuracy_part is %r, but no reward part so far is called so. There are: %s",
                     accuracy_part,
-                    self.config.start_steps,
                     ", ".join(parts) or "none",
                 )
         warnings = self._warning_changes(step + 1)
@@ -134,11 +129,6 @@ class Signals:
         self._unfilled = {
             argument: None for argument in self._unfilled if argument in still_unfilled
         }
-
-    @property
-    def _reward_is_ready(self) -> bool:
-        reward = self._gauges.get("reward")
-        return reward is not None and reward.ready
 
     def _warning_changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)

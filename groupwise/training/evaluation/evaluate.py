@@ -25,6 +25,7 @@ from groupwise.core.types import Group, Sampler, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
 from groupwise.runs import checkpoints
+from groupwise.runs.encoding import pack_json
 from groupwise.runs.folder import SERVER_LOG, read_config, result_file
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -563,7 +564,9 @@ async def _answer_and_score(
     try:
         held_out_set = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(held_out_set, parts.sampler, scorer, tokenizer, policy.label)
-        return result, parts.sampler.fingerprint()
+        columns = {each.index: json.loads(pack_json(each.columns)) for each in prompts.examples}
+        rows = [{**row, "columns": columns[row["example"]]} for row in result.rows]
+        return replace(result, rows=rows), parts.sampler.fingerprint()
     finally:
         parts.close()
         await rollouts.close()

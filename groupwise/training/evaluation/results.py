@@ -11,7 +11,8 @@
     failures          reason -> number of samples that could not be scored for it, if any
     other_settings    key -> its value, and that of the run whose weights were evaluated, if they differ
     details           the complete return value of the task's compute_metrics
-    rows              one per sample; see `groupwise.training.evaluation.measures.rows_of`
+    rows              one per sample; see `groupwise.training.evaluation.measures.rows_of`, and `columns`, the other columns of the
+                      prompt's row of data
 
 The files are in `results/` of the run whose weights were evaluated; for other weights, in a folder `results` next to the folder of runs.
 """

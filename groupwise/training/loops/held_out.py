@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from groupwise.core.errors import RewardWorkerError
+from groupwise.core.terminal.quantities import counted
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.data.divergence import HeldOutDrop, divergence
 from groupwise.tasks.data.reward_hacking import change
@@ -142,16 +143,16 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
                 on_progress=lambda done, total: run.progress.phase("evaluating", done, total),
                 trainer=(run.step, run.max_steps, run.steps_per_epoch),
                 on_metrics_failed=lambda error: run.say(
-                    f"warning: after {run.step} steps the task's own metrics of the held-out prompts are left out: {error}"
+                    f"warning: after {counted(run.step, 'step')} the task's own metrics of the held-out prompts are left out: {error}"
                 ),
             )
         )
     except RewardWorkerError as error:
         run.say(
-            f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
+            f"warning: the held-out prompts after {counted(run.step, 'step')} could not be measured: {error}"
         )
         return None
-    run.say(f"held-out after {run.step} steps: {describe_result(result)}")
+    run.say(f"held-out after {counted(run.step, 'step')}: {describe_result(result)}")
     return await store_evaluation(run, name, result)
 
 

@@ -205,7 +205,6 @@ def _tokenise_all(
     held_out = None
     if evaluates:
         held_out = held_out_prompts(config, task, tokenizer, room, check_only=check_only)
-        check_success_part(config, task, rubric)
         in_workers = rollout_builder.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, held_out.examples, in_workers=in_workers)
     _check_teacher(config, task, tokenizer, (*prompts.examples, *(easy.examples if easy else ())))
@@ -358,11 +357,14 @@ def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None
 def _check_success_parts(
     config: RunConfig, task: Task, rubric: Rubric | None, callbacks: Sequence[Named]
 ) -> None:
-    """Raise an error for a success part that the reward does not have: nothing would ever count as solved."""
+    """Raise an error for a key that names a part which the reward does not have: nothing would ever count as solved."""
+    check_success_part(config, task, rubric)
     if task.has("get_environment"):  # an environment's parts are only known once it returns them
         return
     caches = [callback for _, callback in callbacks if isinstance(callback, SuccessCache)]
     parts = [*config.data.success_parts.items(), *((CACHED, cache.part) for cache in caches)]
+    if config.signals is not None:
+        parts.append(("signals.accuracy_part", config.signals.accuracy_part))
     for key, part in parts:
         check_part(key, part, rubric.names if rubric else (), task.described)
 

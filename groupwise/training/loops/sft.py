@@ -23,6 +23,7 @@ from typing import Any
 
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.types import Row
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs import checkpoints
@@ -77,8 +78,8 @@ class SftRun(Training):
     """Draws and measures the policy's own completions; None if evaluations use only the given answers."""
     met_condition: str | None = None
     """The condition of `training.stop_when` that was met; None if none was."""
-    condition_metrics: Mapping[str, float] | None = None
-    """The metrics named by `training.stop_when`, as of the last evaluation."""
+    conditions_checked: bool = False
+    """True once an evaluation had all metrics that `training.stop_when` names."""
 
     @property
     def stopped_early(self) -> bool:
@@ -133,14 +134,9 @@ async def train(run: SftRun) -> None:
         await evaluate_if_due(run)
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
-    if run.config.training.stop_when and run.met_condition is None:
-        measurements = ", ".join(
-            f"{name} is {value:.4g}" for name, value in (run.condition_metrics or {}).items()
-        )
-        run.say(
-            f"warning: no condition of training.stop_when was met in {run.step} steps ({measurements or 'nothing was evaluated'}): "
-            "train for longer, or ask for less"
-        )
+    conditions = run.config.training.stop_when
+    if conditions and run.met_condition is None:
+        run.say(unmet_warning(conditions, run.folder.store.evaluations(rows=False), run.step))
 
 
 async def take_step(run: SftRun) -> None:
@@ -257,7 +253,9 @@ async def evaluate_if_due(run: SftRun) -> None:
                 await save(run)
             if run.stopped_early:
                 best = (
-                    f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
+                    f"{run.best.loss:.4f} (after {counted(run.best.step, 'step')})"
+                    if run.best
+                    else "infinity"
                 )
                 run.say(
                     f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
@@ -287,7 +285,7 @@ async def _measure_held_out(run: SftRun) -> dict[str, float]:
     numbers = ", ".join(
         f"{name} {metrics[name]:.4g}" for name in PRINTED_METRICS if name in metrics
     )
-    run.say(f"held-out after {run.step} steps: {numbers}")
+    run.say(f"held-out after {counted(run.step, 'step')}: {numbers}")
     return metrics
 
 
@@ -298,16 +296,46 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
         name for condition in conditions for name, _, _ in parse_condition(condition)
     }
     unknown = condition_metrics - metrics.keys()
-    if unknown and run.condition_metrics is None:
+    if unknown and not run.conditions_checked:
         raise UsageError(
             f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
             f"{', '.join(sorted(metrics))}"
         )
-    run.condition_metrics = {name: metrics[name] for name in sorted(condition_metrics - unknown)}
+    run.conditions_checked = True
     matches = (condition for condition in conditions if holds(condition, metrics))
     run.met_condition = next(matches, None)
     if run.met_condition is not None:
-        run.say(f"ended after {run.step} steps: {run.met_condition} (training.stop_when)")
+        run.say(
+            f"ended after {counted(run.step, 'step')}: {run.met_condition} (training.stop_when)"
+        )
+
+
+def unmet_warning(
+    conditions: Sequence[str], evaluations: Sequence[EvaluationRecord], steps: int
+) -> str:
+    """Why no condition of `training.stop_when` was met: the last value of each metric, and an earlier one that was nearer."""
+    signs = {name: sign for condition in conditions for name, sign, _ in parse_condition(condition)}
+    measurements: list[str] = []
+    was_nearer = False
+    for name, sign in sorted(signs.items()):
+        values = [(e.metrics[name], e.step) for e in evaluations if name in e.metrics]
+        if not values:
+            continue
+        last, _ = values[-1]
+        best, step = (min if "<" in sign else max)(values, key=lambda pair: pair[0])
+        earlier = f" after it was {best:.4g} at step {step}" if best != last else ""
+        measurements.append(f"{name} is {last:.4g}{earlier}")
+        was_nearer |= bool(earlier)
+    advice = "train for longer, or ask for less"
+    if was_nearer:
+        advice = (
+            "more steps may lead further away. Ask for less, evaluate more often (eval.eval_steps), or lower "
+            "training.learning_rate"
+        )
+    return (
+        f"warning: no condition of training.stop_when was met in {counted(steps, 'step')} "
+        f"({', '.join(measurements) or 'nothing was evaluated'}): {advice}"
+    )
 
 
 async def _held_out_loss(

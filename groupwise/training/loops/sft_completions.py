@@ -27,7 +27,12 @@ from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.training import placement, rollout_builder
 from groupwise.training.assembly import prepare
 from groupwise.training.config import RunConfig, load_config, with_task_schema
-from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
+from groupwise.training.evaluation.evaluate import (
+    HeldOut,
+    answer_held_out,
+    check_success_part,
+    held_out_prompts,
+)
 from groupwise.training.evaluation.measures import by_prompt, distinct_share
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig
@@ -89,6 +94,7 @@ def prepare_completions(
     room = prepare.prompt_room(config.model, rollout_builder.longest_completion(config))
     prompts = held_out_prompts(config, task, tokenizer, room)
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
+    check_success_part(config, task, rubric)
     drawing = placement.choose_layout(config, prompts.longest)
     drawing = replace(drawing, max_tokens_per_microbatch=layout.max_tokens_per_microbatch)
     return PreparedPrompts(config, prompts, rubric, drawing)

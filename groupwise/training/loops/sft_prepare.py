@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.core.errors import TaskError
+from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.settings.view import View
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.chat_masks import MaskedRow
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
+from groupwise.runs.advice import DISTINCT
 from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task, require
 from groupwise.tasks.data.chat import Account
@@ -27,6 +28,7 @@ from groupwise.training import placement
 from groupwise.training.assembly import prepare
 from groupwise.training.callbacks.registry import configured_callbacks
 from groupwise.training.config import resolved_values, with_task_schema
+from groupwise.training.evaluation.measures import CLIPPED, LENGTH, REWARD, measure
 from groupwise.training.loops.prepare import (
     ROWS_READ,
     Prepared,
@@ -39,10 +41,16 @@ from groupwise.training.loops.prepare import (
     task_facts,
 )
 from groupwise.training.loops.profiling import check_profiled_steps
-from groupwise.training.loops.sft_completions import PreparedPrompts, prepare_completions
+from groupwise.training.loops.sft_completions import (
+    WITH_SIGNAL,
+    PreparedPrompts,
+    prepare_completions,
+)
 from groupwise.training.placement import Layout
-from groupwise.training.sft_config import LoadedSftConfig, SftConfig
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig, parse_condition
 
+LOSS_METRICS = ("eval_loss", "perplexity", "eval_tokens", "eval_mean_token_accuracy")
+"""The metrics of held-out rows."""
 TRAINED_MARKS = ("⟦", "⟧")
 """Marks around the trained tokens when a row is shown."""
 
@@ -94,6 +102,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         held_out = _read_hook(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
         _refuse_evaluation_keys(config, resolved_task)
+    _check_conditions(config, resolved_task, has_held_out=held_out is not None)
     facts = {
         **task_facts(resolved_task),
         "data": _lessons_fingerprint(lessons),
@@ -145,6 +154,27 @@ def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
             f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {problem} "
             "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
         )
+
+
+def _check_conditions(config: SftConfig, task: Task, *, has_held_out: bool) -> None:
+    """Raise ConfigError if `training.stop_when` names a metric that no evaluation can have.
+
+    The names of reward parts and those that `compute_metrics` returns are not known yet.
+    """
+    draws = config.eval.completions is not None
+    has_own = draws and task.has("compute_metrics")
+    known = [*(LOSS_METRICS if has_held_out else ())]
+    if draws:
+        known += [REWARD, "rewards/NAME/mean", "pass@K", WITH_SIGNAL, DISTINCT, LENGTH, CLIPPED]
+    names = [n for text in config.training.stop_when for n, _, _ in parse_condition(text)]
+    for name in names:
+        is_open = name == "rollouts/failed" or (draws and measure(name, ()) is not None)
+        is_open |= has_own and not name.startswith(("groups/", "completions/"))
+        if name not in known and not is_open:
+            raise ConfigError(
+                f"training.stop_when names {name}, which no evaluation of this run has. There are: {', '.join(known)}."
+                f"{'' if draws else ' eval.completions adds what the policy writes.'}"
+            )
 
 
 def _read_hook(

@@ -28,6 +28,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.find import best_and_worst
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
+from groupwise.runs.store import Store
 
 HOSTILE = "\x1b]0;owned\x07 [bold]no markup[/bold]\nsecond line"
 
@@ -300,6 +301,10 @@ def test_the_command_that_export_prints_shows_the_rollouts(
 
 
 def test_the_commands_after_a_run_name_its_best_and_its_worst_rollout(runs: Path) -> None:
+    with Store.open(runs / "sort" / "run.db") as store:
+        ends = (rollout(4, 0, -1.0), rollout(4, 1, 2.0))
+        store.keep_unfinished([Group(4, Example(4, "Sort 4", {}), ends)])
+    assert "━━ sampled, not trained on yet · group 5" in call(runs, "rollouts", "sort", "--best")
     found = best_and_worst(runs / "sort")
     assert {order: (view.reward, view.step) for order, view in found.items()} == {
         "best": (1.0, 4),

@@ -8,7 +8,9 @@ import hashlib
 import json
 import math
 import re
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,21 @@ async def test_a_crashed_run_is_continued_by_the_command_that_made_it(
     async with asking(tmp_path) as client:
         page = await client.get("/runs/killed", headers={"accept": "text/html"})
     assert f"<code>{command} " in page.text
+
+
+async def test_a_supervised_run_whose_rollouts_earn_nothing_has_its_pages(tmp_path: Path) -> None:
+    record = write_run(tmp_path / "given", 4, facts={"kind": "sft"}) / "run.db"
+    with closing(sqlite3.connect(record)) as database, database:
+        database.execute("UPDATE rollouts SET outcome = 'scored', reward = NULL")
+        database.execute("UPDATE metrics SET name = 'loss' WHERE name = 'reward'")
+        database.execute("UPDATE evaluation_rows SET data = json_set(data, '$.loss', 0.5)")
+    async with asking(tmp_path) as client:
+        compared = "/evaluations/compare?a=given@0&b=given@4"
+        for page in ("/runs", "/runs/given", "/runs/given/rollouts?order=best", compared):
+            answer = await client.get(page, headers={"accept": "text/html"})
+            assert answer.status_code == 200, page
+            assert "/evaluations/answers" not in answer.text, "there are none"
+        assert (await client.get("/runs/given?format=json")).json()["change"] is None
 
 
 async def test_pages_of_runs_as_json(client: httpx2.AsyncClient) -> None:

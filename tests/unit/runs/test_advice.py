@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import CLIENTS
-from groupwise.runs.records import StepRecord
+from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 
 CERTAIN = {"frac_reward_zero_std": 1.0, "groups/distinct": 0.1, "entropy": 0.01}
@@ -84,3 +85,28 @@ def test_a_client_of_the_server_is_given_no_keys_and_commands_of_a_config(
     text = " ".join(each["do"] for each in advice)
     for wrong in ("groupwise ", "warm_up", "data.", "training.", "sampler.max_completion_length"):
         assert wrong not in text
+
+
+def test_advice_on_a_supervised_run_names_only_its_keys(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.set_meta({"kind": "sft"})
+        metrics = {"entropy": 0.01, "updates/left_out": 1.0}
+        store.commit_step(StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], metrics)
+        advised = " ".join(advice["do"] for advice in advice_on(store))
+    keys = re.findall(r"\b[a-z]+\.[a-z_]+", advised)
+    assert keys == [
+        "training.learning_rate", "training.max_steps", "training.stop_when", "training.learning_rate"
+    ]  # fmt: skip
+
+
+def test_a_run_that_was_compared_with_its_start_is_not_advised_to_compare(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        step = StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0)
+        store.commit_step(step, [], {"rollouts/solved": 0.95})
+        advised = [advice_on(store)[0]["do"]]
+        for steps, name in ((0, "before"), (1, "after")):
+            store.add_evaluation(
+                EvaluationRecord(steps, name, "", {"reward": 1.0}, ({"example": 0},))
+            )
+        advised.append(advice_on(store)[0]["do"])
+    assert ["groupwise eval" in text for text in advised] == [True, False]

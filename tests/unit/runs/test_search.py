@@ -142,7 +142,7 @@ OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     "part": st.sampled_from(("right", "turns", "none")),
     "min_reward": st.sampled_from((-1.0, 0.25, 0.9)),
     "max_reward": st.sampled_from((0.0, 0.5, 2.0)), "min_tokens": st.integers(0, 5),
-    "max_tokens": st.integers(0, 5), "truncated": st.booleans(),
+    "max_tokens": st.integers(0, 5), "truncated": st.booleans(), "committed": st.booleans(),
 }  # fmt: skip
 
 
@@ -187,6 +187,7 @@ def meets(view: RolloutView, wanted: RolloutFilter) -> bool:
     return (
         all(asked is None or asked == has for asked, has in plain)
         and (outcomes is None or view.outcome in outcomes)
+        and (view.step is not None or not wanted.committed)
         and (wanted.min_tokens or 0) <= view.completion_tokens
         and (wanted.max_tokens is None or view.completion_tokens <= wanted.max_tokens)
     )

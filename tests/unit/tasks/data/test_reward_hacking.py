@@ -225,6 +225,15 @@ def test_which_part_is_accuracy_can_be_said():
     assert said == ["dominance begins @ 4", "accuracy begins @ 4"]
 
 
+def test_an_accuracy_part_that_no_reward_has_is_reported_in_the_first_step(caplog):
+    caplog.set_level("INFO")
+    signals = watch(accuracy_part="exakt")
+    for step in range(2):
+        signals.observe(earned(*RIGHT, weights=FORM), step)
+    (record,) = caplog.records
+    assert "'exakt', but no reward part so far is called so. There are: form" in record.message
+
+
 def test_dominance_ends_when_the_part_has_fallen():
     rows = (((0.0, 0.5), (0.2, 0.5)), ((0.0, 0.2), (2.2, 0.2)), ((-0.2, 0.2), (0.0, 0.2)))
     start, dear, fallen = (earned(*each, weights=STYLE) for each in rows)
