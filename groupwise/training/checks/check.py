@@ -25,8 +25,10 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.reward_call.text import as_completion
+from groupwise.core.settings.view import View
 from groupwise.core.types import Example
 from groupwise.engine.models.tokens import render_prompt
+from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.tasks.data.overlap import same_prompt, same_row
 from groupwise.tasks.rewards.router import Router
@@ -81,8 +83,15 @@ from groupwise.training.checks.check_rewards import (
     table,
     try_cases,
 )
-from groupwise.training.config import RunConfig, load_config, view, with_task_schema
+from groupwise.training.config import (
+    RunConfig,
+    load_config,
+    resolved_values,
+    view,
+    with_task_schema,
+)
 from groupwise.training.evaluation.evaluate import success_of
+from groupwise.training.sft_config import SftConfig, config_of_warm_up
 
 ROWS = 16
 """Default number of rows on which rewards are tried."""
@@ -105,6 +114,8 @@ class Subject:
     rubric: Rubric | None
     tools: tuple[Schema, ...] = ()
     """The schemas of the tools that are described in chat prompts."""
+    warm_up: tuple[Task, SftConfig] | None = None
+    """Task and config of the supervised run that the config's `warm_up` asks for."""
 
     @property
     def examples(self) -> list[Example]:
@@ -137,13 +148,9 @@ def check(
                 check_dataset(name, examples, length_tokenizer, room, key_of, subject.tools)
             )
     findings.extend(check_left_out(subject.task.accounts))
-    if subject.train and subject.held_out:
-        findings.add(check_overlap(subject.train, subject.held_out, key_of))
-    findings.extend(
-        check_teacher(
-            subject.task, view(subject.config), subject.tokenizer, _draw_limit(subject.config)
-        )
-    )
+    supervised = _check_supervised(subject, findings)
+    if subject.held_out and (subject.train or supervised):
+        findings.add(check_overlap(subject.train, subject.held_out, key_of, supervised))
     algorithm = subject.config.algorithm
     if is_custom(algorithm.type):
         findings.extend(check_algorithm(build_algorithm(subject.config), algorithm.type))
@@ -227,9 +234,37 @@ def _load_subject(
         findings.extend(filter(None, [_judge_machine(rubric)]))
         for examples in (train, held_out):
             check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
+    warm_up = None
+    if settings.warm_up is not None:
+        sft_config = config_of_warm_up(loaded).config
+        warm_up = find_task(given_task, View(resolved_values(sft_config))), sft_config
     return Subject(
-        settings, resolved_task, tokenizer, config is not None, train, held_out, rubric, tools
+        settings,
+        resolved_task,
+        tokenizer,
+        config is not None,
+        train,
+        held_out,
+        rubric,
+        tools,
+        warm_up,
     )
+
+
+def _check_supervised(subject: Subject, findings: Findings) -> list[Example]:
+    """Check the supervised rows as the config's `warm_up` reads them. Returns those whose prompts can be compared with held-out ones."""
+    if subject.warm_up is None:
+        task, config_view = subject.task, view(subject.config)
+        limit, text_field = _draw_limit(subject.config), "text"
+    else:
+        task, config = subject.warm_up
+        steps = config.training.max_steps
+        limit = None if steps is None else steps * config.training.examples_per_step
+        config_view, text_field = View(resolved_values(config)), config.data.dataset_text_field
+    found, examples = check_teacher(task, config_view, subject.tokenizer, limit, text_field)
+    findings.extend(found)
+    # Rows of an environment may share a prompt and differ in their columns, which supervised rows lack.
+    return [] if subject.task.played_by else [example for example in examples if example.prompt]
 
 
 def _judge_machine(rubric: Rubric) -> Finding | None:

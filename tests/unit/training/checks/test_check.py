@@ -69,6 +69,24 @@ def test_bad_supervised_rows_do_not_stop_the_other_checks(row, name, level):
     assert found["gold earns most"].level == "ok"
 
 
+WARM_UP = {
+    "data": {"dataset_text_field": "story"},
+    "training": {"max_steps": 1, "examples_per_step": 2},
+}
+
+
+@pytest.mark.parametrize(("config", "shared"), [(PLAIN, 3), ({**PLAIN, "warm_up": WARM_UP}, 2)])
+def test_held_out_prompts_among_the_supervised_rows_are_found(config, shared):
+    """Those that the warm-up reads, if the config has one."""
+    rows = [{"prompt": f"Say {n}.", "completion": "no", "story": "", "answer": "n"} for n in "abc"]
+    hooks = {
+        "get_eval_dataset": lambda config: rows,
+        "get_sft_dataset": lambda config, tokenizer: iter(rows) if "data" in config else rows,
+    }
+    found = by_name(check(task(**hooks), config))["overlap"]
+    assert (found.level, found.data["shared"]) == ("warning", shared)
+
+
 def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     file = tmp_path / "task.py"
     file.write_text(
