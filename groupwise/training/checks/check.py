@@ -15,6 +15,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from groupwise.core.reward_call.request import Scorer
 from groupwise.core.reward_call.text import as_completion
 from groupwise.core.settings.view import View
 from groupwise.core.types import Example
-from groupwise.engine.models.tokens import render_prompt
+from groupwise.engine.models.tokens import completion_text, render_prompt, text_ids
 from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.tasks.data.overlap import same_prompt, same_row
@@ -95,6 +96,8 @@ from groupwise.training.sft_config import SftConfig, config_of_warm_up
 
 ROWS = 16
 """Default number of rows on which rewards are tried."""
+CHARACTERS_PER_TOKEN = 4
+"""Usual length of a token of English text."""
 SHOWN_PROMPTS = 2
 SHOWN_LAYOUTS = 4
 
@@ -404,7 +407,7 @@ async def _try_known(
     """Score gold and wrong completions, and report the findings that follow from their rewards."""
     config, rubric = subject.config, subject.rubric
     assert rubric is not None
-    verdicts_by_example = await try_cases(trial, examples, gold)
+    verdicts_by_example = await try_cases(trial, examples, gold, cache(partial(_cut, subject)))
     verdicts = [verdict for row in verdicts_by_example for verdict in row]
     chat = any(not isinstance(example.prompt, str) for example in examples)
     findings.extend(judge_failures(verdicts, chat=chat))
@@ -418,6 +421,15 @@ async def _try_known(
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
     findings.extend(await _score_again(trial, rubric, examples, verdicts_by_example))
     return verdicts
+
+
+def _cut(subject: Subject, text: str) -> str:
+    """Cut a text to the longest completion of training; without a model of one's own, a token counts as four characters."""
+    limit = rollout_builder.longest_written(subject.config)
+    if not subject.own_model:
+        return text[: CHARACTERS_PER_TOKEN * limit]
+    ids = text_ids(subject.tokenizer, text)
+    return text if len(ids) <= limit else completion_text(subject.tokenizer, ids[:limit])
 
 
 def _group_by_label(

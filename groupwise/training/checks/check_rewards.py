@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -152,13 +152,13 @@ async def find_layout(
 
 
 async def try_cases(
-    trial: Trial, examples: Sequence[Example], gold: Gold | None
+    trial: Trial, examples: Sequence[Example], gold: Gold | None, cut: Callable[[str], str]
 ) -> list[list[Verdict]]:
-    """Score gold and wrong completions; returns a list of verdicts per example."""
+    """Score gold and wrong completions; returns a list of verdicts per example. For `cut` see `cases_of`."""
     verdicts_by_example: list[list[Verdict]] = []
     for index, example in enumerate(examples):
         other_examples = [*examples[index + 1 :], *examples[:index]]
-        cases = cases_of(example, other_examples, gold)
+        cases = cases_of(example, other_examples, gold, cut)
         members = await trial.score(example, [case.text for case in cases])
         verdicts_by_example.append(
             [

@@ -121,6 +121,24 @@ def test_a_reward_that_crashes():
     assert report.summary["error"]["code"] == "check_failed"
 
 
+@pytest.mark.parametrize(("config", "longest"), [
+    ({**PLAIN, "sampler": {"max_completion_length": 6}}, 6), (None, 4 * 256),
+])  # fmt: skip
+def test_no_completion_is_longer_than_a_policy_may_write(config, longest):
+    def shortest(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [
+            0.0 if text == gold else float(-len(text))
+            for text, gold in zip(completions, answer, strict=True)
+        ]
+
+    (worst,) = (
+        row["reward"]
+        for row in check(task(shortest), config).details["table"]
+        if row["completion"] == "very long"
+    )
+    assert worst == -longest
+
+
 def contained(completions, answer):
     return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
 
