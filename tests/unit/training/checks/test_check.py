@@ -162,6 +162,15 @@ def test_a_reward_that_takes_messages_for_text_is_told_so(reward, name, others):
     assert 'completion[0]["content"]' in found[name].remedy
 
 
+@pytest.mark.parametrize("result", [[0.0] * 2, 1.0])
+def test_a_result_of_the_wrong_length_is_not_blamed_on_the_completions(result):
+    def short(completions: list[str], **_: Any) -> Any:
+        return result
+
+    remedy = by_name(check(task(short), PLAIN))["exceptions"].remedy
+    assert remedy == "let the reward function return a list with one number for each completion"
+
+
 def test_a_judge_without_verdicts_is_not_blamed_on_the_completions():
     def judged(completions: list[str], **_: Any) -> list[float]:
         return [Failed("got no verdict: the endpoint refused the connection")] * len(completions)
