@@ -389,13 +389,14 @@ def choose_lengths(
             reason = f"{left} and the answer"
             draft.choose(("rollout", "max_reasoning_length"), reasoning, reason)
     rollout_length = rollout_builder.longest_completion(draft.config)
-    max_prompt = min(space, limit - rollout_length)
+    # Not the longest prompt: with model.name=tiny, whose tokens are characters, none would be left.
+    max_prompt = limit - rollout_length
     if max_prompt < min(prompts):
         raise UsageError(_no_room(draft, prompts, rollout_length, limit))
     if max_prompt < longest_prompt:
         reason = f"{prompt_description}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
     else:
-        reason = f"{prompt_description}; longer ones would be left out and counted"
+        reason = f"what is left of the model's {limit} tokens; {prompt_description}; longer ones would be left out and counted"
     draft.choose(("data", "max_prompt_length"), max_prompt, reason)
 
 
@@ -449,8 +450,8 @@ def choose_run_length(draft: Draft, examples: int) -> None:
     )
 
 
-def choose_sft_step(draft: Draft, rows: int, longest_row: int) -> None:
-    """Choose the batch size and the number of steps of a supervised run on `rows` rows of at most `longest_row` tokens."""
+def choose_sft_step(draft: Draft, rows: int) -> None:
+    """Choose the batch size and the number of steps of a supervised run on so many rows."""
     epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
     reason = f"{reason} over the {rows:,} rows"
@@ -459,11 +460,6 @@ def choose_sft_step(draft: Draft, rows: int, longest_row: int) -> None:
     else:
         steps = -(-epochs * rows // draft.sft_config.training.examples_per_step)
         draft.choose(("training", "max_steps"), steps, reason)
-    draft.choose(
-        ("data", "max_length"),
-        max(2, longest_row),
-        "the longest row has this many tokens; longer ones would be cut and counted",
-    )
 
 
 # --- memory and time -----------------------------------------------------------------------------

@@ -331,7 +331,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trainable(draft, all_parameters(draft.load().config.model))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
-    choose_sft_step(draft, len(initial.lessons.lessons), longest_row)
+    choose_sft_step(draft, len(initial.lessons.lessons))
     device = initial.layout.device
     free_mib = _free_mib(device)
 
