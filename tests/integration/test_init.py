@@ -98,6 +98,8 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     assert f"takes {-(-examples // size)} step" in findings["training.max_steps"].meaning
     assert "larger step" in findings["peak memory"].measured
     assert findings["cores"].level == "warning", "other programs made it slow"
+    comments = " ".join(Path("s.yaml").read_text().replace("#", "").split())
+    assert comments.count("while other programs run (load 99.0)") == 2
 
 
 def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):

@@ -49,6 +49,7 @@ activations.
 """
 MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
+TOO_SLOW = "more would take minutes on this machine"
 PROMPTS_ON_CPU, PROMPTS_ON_GPU, GENERATIONS = 8, 16, 8
 """Prompts of a step, and completions of each prompt, before the time of a step is measured."""
 MIN_PROMPTS, MIN_GENERATIONS = 2, 4
@@ -501,6 +502,13 @@ def _choose_budget(draft: Draft, budget: int) -> None:
     draft.choose(("training", "max_tokens_per_microbatch"), budget, reason)
 
 
+def mention_load(draft: Draft, load: float) -> None:
+    """Add to the reasons of a smaller step that other programs, with this load, made the measured speeds low."""
+    for choice in [each for each in draft.chosen.values() if each.reason.endswith(TOO_SLOW)]:
+        reason = f"{choice.reason} while other programs run (load {load:.1f}); measure again when it is idle"
+        draft.choose(choice.path, choice.value, reason)
+
+
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
     """Halve the prompts of a step, then the completions of each, until a step takes at most `MAX_STEP_SECONDS`.
 
@@ -515,4 +523,4 @@ def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
             size = draft.chosen[path].value
             if size // 2 < minimum:
                 break
-            draft.choose(path, size // 2, f"{label}; more would take minutes on this machine")
+            draft.choose(path, size // 2, f"{label}; {TOO_SLOW}")

@@ -53,6 +53,7 @@ from groupwise.training.init.choices import (
     choose_trainable,
     fit_memory,
     fit_time,
+    mention_load,
 )
 from groupwise.training.init.config_file import commands, render
 from groupwise.training.loops.rl_prepare import (
@@ -123,9 +124,11 @@ def init(
     choose_required_keys(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
     cost = choose(draft, loaded_task, task, measure)
+    layout = cost.layout
+    if load > doctor_machine.BUSY * available_cores():
+        mention_load(draft, load)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
-    layout = cost.layout
     cores = doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
     if measure and cores.level == "warning":
         # Steps were made smaller for speeds that may be too low.
