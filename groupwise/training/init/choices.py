@@ -342,7 +342,9 @@ def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int,
         return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
     basis = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
     if answers.whole:
-        return rounded_up(1.5 * answers.longest), f"{basis}; one and a half times that"
+        return rounded_up(
+            1.5 * answers.longest
+        ), f"{basis}; one and a half times that, rounded up to a multiple of {ROUNDING}"
     return (
         rounded_up(2 * answers.longest + 48),
         f"{basis}; twice that, and room for a sentence. More if the model is to think first",
