@@ -108,6 +108,12 @@ def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
         for task in (TAUGHT, TOY)
     }
     assert said == {TAUGHT: True, TOY: False}
+    head, line, section = Path("task.yaml").read_text().partition("# warm_up:\n")
+    Path("task.yaml").write_text(head + (line + section).replace("# ", ""))
+    plan = groupwise.rl("task.yaml", TAUGHT, dry_run=True).summary
+    assert plan["warm_up"]["plan"]["steps"] == 20
+    (evaluation,) = (each for each in head.splitlines() if "--policy base" in each)
+    assert main([*evaluation.split()[2:], "--dry-run"]) == 0
 
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):

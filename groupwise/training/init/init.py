@@ -55,7 +55,7 @@ from groupwise.training.init.choices import (
     fit_time,
     mention_load,
 )
-from groupwise.training.init.config_file import commands, render
+from groupwise.training.init.config_file import WARM_UP, commands, render
 from groupwise.training.loops.rl_prepare import (
     RlPrepared,
     planned_sizes,
@@ -134,23 +134,29 @@ def init(
         # Steps were made smaller for speeds that may be too low.
         findings.add(cores)
     findings.add(*cost.findings)
-    if kind == "rl" and draft.config.warm_up is None and suffices(loaded_task, "sft"):
+    words = commands(kind, task, str(file), evaluates=suffices(loaded_task, "eval"))
+    may_warm_up = (
+        kind == "rl" and draft.config.warm_up is None and loaded_task.has("get_sft_dataset")
+    )
+    if may_warm_up:
         findings.add(
             Finding(
                 "warm-up",
                 "ok",
                 "none; the task has get_sft_dataset for one",
-                "if hardly any answer is right at first, add a section `warm_up:` to the config",
+                "if hardly any answer is right at first (groupwise eval --policy base says so), make the section `warm_up:` at the end of "
+                "the file active by removing its #",
             )
         )
-    words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
     title = (
         f"Written by groupwise init for {loaded_task.name} with {config.model.name} on {machine}."
     )
     try:
-        file.write_text(render(title, words, draft.choices()), encoding="utf-8")
+        file.write_text(
+            render(title, words, draft.choices(), WARM_UP if may_warm_up else ""), encoding="utf-8"
+        )
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
