@@ -150,6 +150,16 @@ def check(
             findings.extend(
                 check_dataset(name, examples, length_tokenizer, room, key_of, subject.tools)
             )
+    if subject.task.gives_rewards and not subject.task.has("get_rl_dataset"):
+        findings.add(
+            Finding(
+                "training data",
+                "warning",
+                subject.task.missing("get_rl_dataset", "rl"),
+                "there are rewards, but no rows to train on",
+                "add the hook, unless the task is only for evaluations",
+            )
+        )
     findings.extend(check_left_out(subject.task.accounts))
     supervised = _check_supervised(subject, findings)
     if subject.held_out and (subject.train or supervised):

@@ -260,7 +260,17 @@ def test_a_misspelt_hook_is_named():
     found = by_name(check(misspelt, PLAIN))
     assert [found[name].level for name in ("hooks", "rewards")] == ["warning"] * 2
     assert "Is it `get_reward_func`? Rename it." in found["rewards"].measured
-    assert "`compute_metric`" in checked(compute_metric=right)["hooks"].remedy
+    assert "`compute_metric`" in checked(compute_metric=lambda *five, **named: {})["hooks"].remedy
+
+
+def test_rewards_without_rows_to_train_on_are_a_warning():
+    unnamed = task(get_rl_data=lambda config: ROWS, get_eval_dataset=lambda config: ROWS)
+    del unnamed.get_rl_dataset
+    found = by_name(check(unnamed, PLAIN))
+    assert found["hooks"].remedy == "is `get_rl_data` the hook get_rl_dataset? Rename it"
+    assert found["training data"].level == "warning"
+    rows_of_a_split = checked(get_dataset=lambda split: ROWS)
+    assert rows_of_a_split["hooks"].level == "ok", "no hook is called so"
 
 
 def test_check_refuses_what_training_would_refuse(tmp_path: Path):
