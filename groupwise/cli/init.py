@@ -131,6 +131,7 @@ def _purpose(line: str) -> str:
     if line.endswith("--dry-run"):
         return "the plan: memory, and the first prompt as the model sees it"
     purposes = {
+        "eval": "how often the model is right before any training",
         "check": "whether the rewards can teach anything, before any training",
         "doctor": "whether model and machine work together, and what a run costs",
     }

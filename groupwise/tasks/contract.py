@@ -335,7 +335,11 @@ class Task:
     def missing(self, hook: str, command: Command) -> str:
         """The error message for a missing hook."""
         functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
-        close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
+        close = [
+            name
+            for name in functions
+            if name not in HOOKS and (_is_similar(name, hook) or _core_of(hook) in name)
+        ]
         names = ", ".join(functions) or "none"
         others = " or ".join(SUBSTITUTES.get(hook, ()))
         substitutes = f" (or {others})" if others else ""
@@ -347,7 +351,7 @@ class Task:
         )
 
     def misspelt(self) -> dict[str, str]:
-        """Functions whose name is nearly that of a hook which the task lacks: name -> hook."""
+        """Functions that have nearly the name of a hook which the task lacks, and its parameters: name -> hook."""
         names = [name for name in dir(self._hooks) if self._is_hook_like(name)]
         return {
             name: hook
@@ -355,7 +359,8 @@ class Task:
             for name in names
             if not self.has(hook)
             and name not in HOOKS
-            and difflib.SequenceMatcher(None, name, hook).ratio() >= 0.9
+            and _is_similar(name, hook)
+            and _call_style(getattr(self._hooks, name), HOOKS[hook]) == "names"
         }
 
     def _is_hook_like(self, name: str) -> bool:
@@ -535,10 +540,14 @@ def _hook_signature(hook: str) -> str:
     return f"{hook}({', '.join(HOOKS[hook])})"
 
 
-def _similar_names(name: str, hook: str) -> bool:
-    """`get_dataset` for `get_rl_dataset`, `rewards` for `get_reward_funcs`, `compute_metric` for `compute_metrics`."""
-    core = hook.removeprefix("get_").removeprefix("rl_").removeprefix("eval_").partition("_")[0]
-    return difflib.SequenceMatcher(None, name, hook).ratio() >= 0.7 or core in name
+def _is_similar(name: str, hook: str) -> bool:
+    """`get_dataset` or `get_rl_data` for `get_rl_dataset`, `compute_metric` for `compute_metrics`."""
+    return difflib.SequenceMatcher(None, name, hook).ratio() >= 0.7
+
+
+def _core_of(hook: str) -> str:
+    """The word that says what a hook is for: `reward` for `get_reward_funcs`."""
+    return hook.removeprefix("get_").removeprefix("rl_").removeprefix("eval_").partition("_")[0]
 
 
 def _refuse_columns(

@@ -98,6 +98,8 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     assert f"takes {-(-examples // size)} step" in findings["training.max_steps"].meaning
     assert "larger step" in findings["peak memory"].measured
     assert findings["cores"].level == "warning", "other programs made it slow"
+    comments = " ".join(Path("s.yaml").read_text().replace("#", "").split())
+    assert comments.count("while other programs run (load 99.0)") == 2
 
 
 def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
@@ -106,6 +108,12 @@ def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
         for task in (TAUGHT, TOY)
     }
     assert said == {TAUGHT: True, TOY: False}
+    head, line, section = Path("task.yaml").read_text().partition("# warm_up:\n")
+    Path("task.yaml").write_text(head + (line + section).replace("# ", ""))
+    plan = groupwise.rl("task.yaml", TAUGHT, dry_run=True).summary
+    assert plan["warm_up"]["plan"]["steps"] == 20
+    (evaluation,) = (each for each in head.splitlines() if "--policy base" in each)
+    assert main([*evaluation.split()[2:], "--dry-run"]) == 0
 
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):
@@ -127,8 +135,7 @@ def test_a_supervised_config_trains(capsys):
     shown = capsys.readouterr().out
     assert "wrote task-sft.yaml" in shown
     assert f"groupwise sft --config task-sft.yaml --task-module {TAUGHT} --dry-run" in shown
-    config = load_sft_config("task-sft.yaml").config
-    assert config.data.max_length == 150
+    assert load_sft_config("task-sft.yaml").config.data.max_length is None, "the model's limit"
     planned = groupwise.sft("task-sft.yaml", TAUGHT, dry_run=True).summary["plan"]
     assert planned["rows_cut_as_too_long"] == 0
     assert planned["steps"] == 12

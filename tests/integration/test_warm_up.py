@@ -118,6 +118,14 @@ def test_a_dry_run_shows_both_and_sft_makes_the_first_alone(tmp_path, task):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+def test_held_out_prompts_that_the_warm_up_trains_on_are_a_warning(tmp_path, task):
+    shares = "def get_eval_dataset(config):\n    return [{**row, 'wanted': 'a'} for row in get_sft_dataset(config, None)]\n"
+    Path(task).write_text(TASK + shares)
+    given = {**config(tmp_path), "eval": {"before_and_after": True}}
+    warnings = groupwise.rl(given, task, dry_run=True).summary["plan"]["warnings"]
+    assert any("11 of 11 held-out prompts are also trained on" in text for text in warnings)
+
+
 def test_a_rule_on_what_it_writes_ends_it(tmp_path, task):
     drawn = {"eval_steps": 1, "completions": {"max_prompts": 4, "num_generations": 4}}
     rules = ["reward > 1", "groups/with_signal >= 0 and reward >= 0"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from groupwise.core.types import Example, Prompt
 
@@ -37,8 +37,15 @@ def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | Non
 
 
 def trained_on(
-    train: Sequence[Example], held_out: Sequence[Example], same: SameAs
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+    same: SameAs,
+    supervised: Collection[str] = (),
 ) -> list[Example]:
-    """The held-out examples that are among those for training as well."""
-    trained = set(map(same, train))
-    return [example for example in held_out if same(example) in trained]
+    """The held-out examples that are among those for training as well. `supervised`: the `prompt_key` of supervised rows."""
+    trained, supervised = set(map(same, train)), set(supervised)
+    return [
+        example
+        for example in held_out
+        if same(example) in trained or prompt_key(example.prompt) in supervised
+    ]

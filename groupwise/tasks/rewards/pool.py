@@ -56,11 +56,13 @@ _REAP_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """Name of a pool's workers in messages, and the error raised if no worker can run."""
+    """What messages about a pool's workers name, and the error raised if no worker can run."""
 
     name: str
     """`reward worker`."""
     error: type[RunError]
+    start_key: str
+    """The config's key of the limit for a start: `rewards.start_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +245,10 @@ class _Slot:
                     case TimedOut():
                         self._discard()
                         raise self._kind.error(
-                            f"{_with_article(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
-                            f"does when it is imported.{process.last_output()}"
+                            f"{_with_article(self._kind)} was not ready after {self._start_limit:g} s, at a load of "
+                            f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. If the machine is slow or busy, raise "
+                            f"{self._kind.start_key}; if not, look at what the task file does when it is imported."
+                            f"{process.last_output()}"
                         )
                     case Died(reason):
                         self._discard()

@@ -49,7 +49,7 @@ class RewardWorkers:
         """Limits in seconds: `time_limit` for a reward function's call, `start_limit` for the start of a worker."""
         self._time_limit = time_limit
         self._pool = WorkerPool(
-            WorkerKind("reward worker", RewardWorkerError),
+            WorkerKind("reward worker", RewardWorkerError, "rewards.start_limit"),
             factory,
             arguments,
             workers=workers,

@@ -19,7 +19,7 @@ from groupwise.tasks.rewards.inprocess import LimitedThread, ThreadCall
 from groupwise.tasks.rewards.pool import Answered, Died, TimedOut, WorkerKind, WorkerPool
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
 
-KIND = WorkerKind("environment worker", EnvironmentWorkerError)
+KIND = WorkerKind("environment worker", EnvironmentWorkerError, "rollout.start_limit")
 
 
 class EnvironmentHost(Protocol):

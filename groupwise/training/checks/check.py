@@ -15,6 +15,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.interruption import run_to_end
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.reward_call.text import as_completion
+from groupwise.core.settings.view import View
 from groupwise.core.types import Example
-from groupwise.engine.models.tokens import render_prompt
+from groupwise.engine.models.tokens import completion_text, render_prompt, text_ids
+from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.tasks.data.overlap import same_prompt, same_row
 from groupwise.tasks.rewards.router import Router
@@ -81,11 +84,20 @@ from groupwise.training.checks.check_rewards import (
     table,
     try_cases,
 )
-from groupwise.training.config import RunConfig, load_config, view, with_task_schema
+from groupwise.training.config import (
+    RunConfig,
+    load_config,
+    resolved_values,
+    view,
+    with_task_schema,
+)
 from groupwise.training.evaluation.evaluate import success_of
+from groupwise.training.sft_config import SftConfig, config_of_warm_up
 
 ROWS = 16
 """Default number of rows on which rewards are tried."""
+CHARACTERS_PER_TOKEN = 4
+"""Usual length of a token of English text."""
 SHOWN_PROMPTS = 2
 SHOWN_LAYOUTS = 4
 
@@ -105,6 +117,8 @@ class Subject:
     rubric: Rubric | None
     tools: tuple[Schema, ...] = ()
     """The schemas of the tools that are described in chat prompts."""
+    warm_up: tuple[Task, SftConfig] | None = None
+    """Task and config of the supervised run that the config's `warm_up` asks for."""
 
     @property
     def examples(self) -> list[Example]:
@@ -136,14 +150,20 @@ def check(
             findings.extend(
                 check_dataset(name, examples, length_tokenizer, room, key_of, subject.tools)
             )
-    findings.extend(check_left_out(subject.task.accounts))
-    if subject.train and subject.held_out:
-        findings.add(check_overlap(subject.train, subject.held_out, key_of))
-    findings.extend(
-        check_teacher(
-            subject.task, view(subject.config), subject.tokenizer, _draw_limit(subject.config)
+    if subject.task.gives_rewards and not subject.task.has("get_rl_dataset"):
+        findings.add(
+            Finding(
+                "training data",
+                "warning",
+                subject.task.missing("get_rl_dataset", "rl"),
+                "there are rewards, but no rows to train on",
+                "add the hook, unless the task is only for evaluations",
+            )
         )
-    )
+    findings.extend(check_left_out(subject.task.accounts))
+    supervised = _check_supervised(subject, findings)
+    if subject.held_out and (subject.train or supervised):
+        findings.add(check_overlap(subject.train, subject.held_out, key_of, supervised))
     algorithm = subject.config.algorithm
     if is_custom(algorithm.type):
         findings.extend(check_algorithm(build_algorithm(subject.config), algorithm.type))
@@ -227,9 +247,37 @@ def _load_subject(
         findings.extend(filter(None, [_judge_machine(rubric)]))
         for examples in (train, held_out):
             check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
+    warm_up = None
+    if settings.warm_up is not None:
+        sft_config = config_of_warm_up(loaded).config
+        warm_up = find_task(given_task, View(resolved_values(sft_config))), sft_config
     return Subject(
-        settings, resolved_task, tokenizer, config is not None, train, held_out, rubric, tools
+        settings,
+        resolved_task,
+        tokenizer,
+        config is not None,
+        train,
+        held_out,
+        rubric,
+        tools,
+        warm_up,
     )
+
+
+def _check_supervised(subject: Subject, findings: Findings) -> list[Example]:
+    """Check the supervised rows as the config's `warm_up` reads them. Returns those whose prompts can be compared with held-out ones."""
+    if subject.warm_up is None:
+        task, config_view = subject.task, view(subject.config)
+        limit, text_field = _draw_limit(subject.config), "text"
+    else:
+        task, config = subject.warm_up
+        steps = config.training.max_steps
+        limit = None if steps is None else steps * config.training.examples_per_step
+        config_view, text_field = View(resolved_values(config)), config.data.dataset_text_field
+    found, examples = check_teacher(task, config_view, subject.tokenizer, limit, text_field)
+    findings.extend(found)
+    # Rows of an environment may share a prompt and differ in their columns, which supervised rows lack.
+    return [] if subject.task.played_by else [example for example in examples if example.prompt]
 
 
 def _judge_machine(rubric: Rubric) -> Finding | None:
@@ -369,7 +417,7 @@ async def _try_known(
     """Score gold and wrong completions, and report the findings that follow from their rewards."""
     config, rubric = subject.config, subject.rubric
     assert rubric is not None
-    verdicts_by_example = await try_cases(trial, examples, gold)
+    verdicts_by_example = await try_cases(trial, examples, gold, cache(partial(_cut, subject)))
     verdicts = [verdict for row in verdicts_by_example for verdict in row]
     chat = any(not isinstance(example.prompt, str) for example in examples)
     findings.extend(judge_failures(verdicts, chat=chat))
@@ -383,6 +431,15 @@ async def _try_known(
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
     findings.extend(await _score_again(trial, rubric, examples, verdicts_by_example))
     return verdicts
+
+
+def _cut(subject: Subject, text: str) -> str:
+    """Cut a text to the longest completion of training; without a model of one's own, a token counts as four characters."""
+    limit = rollout_builder.longest_written(subject.config)
+    if not subject.own_model:
+        return text[: CHARACTERS_PER_TOKEN * limit]
+    ids = text_ids(subject.tokenizer, text)
+    return text if len(ids) <= limit else completion_text(subject.tokenizer, ids[:limit])
 
 
 def _group_by_label(

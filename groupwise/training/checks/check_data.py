@@ -13,7 +13,7 @@ from groupwise.core.types import Example, Prompt
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.tasks.contract import HOOKS, NEEDED, Command, Task, absent_hooks, require
 from groupwise.tasks.data.chat import Account
-from groupwise.tasks.data.overlap import SameAs, trained_on
+from groupwise.tasks.data.overlap import SameAs, prompt_key, trained_on
 from groupwise.tasks.data.sft import teacher_example
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
@@ -135,8 +135,15 @@ def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
             )
 
 
-def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:
-    """Report size and columns of a supervised dataset, or its error, which does not stop the other checks."""
+def check_teacher(
+    task: Task, config: Any, tokenizer: Any, limit: int | None, text_field: str
+) -> tuple[list[Finding], list[Example]]:
+    """Report size and columns of a supervised dataset, or its error, which does not stop the other checks.
+
+    Also returns the examples of `get_sft_dataset`, as far as they can be read without the formatting function.
+    """
+    findings: list[Finding] = []
+    trained: list[Example] = []
     for hook, name in (
         ("get_sft_dataset", "sft data"),
         ("get_sft_eval_dataset", "sft held-out data"),
@@ -150,29 +157,49 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             )
             origin = f"{task.described}: {hook}"
             examples = [
-                teacher_example(index, row, text_field="text", where=origin).example
+                teacher_example(index, row, text_field=text_field, where=origin).example
                 for index, row in enumerate(() if has_formatter else dataset)
             ]
         except TaskError as error:
-            yield Finding(
-                name, "problem", str(error), "groupwise sft would refuse to start", "fix the hook"
+            findings.append(
+                Finding(
+                    name,
+                    "problem",
+                    str(error),
+                    "groupwise sft would refuse to start",
+                    "fix the hook",
+                )
             )
             continue
+        if hook == "get_sft_dataset":
+            trained = examples
         columns = described_columns([Example(index, "", row) for index, row in enumerate(dataset)])
         column_list = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
-        yield Finding(
-            name,
-            "ok",
-            f"{rows(len(dataset))}; columns: {column_list}"
-            + ("; the formatting function was not called" if has_formatter else ""),
-            data={"rows": len(dataset), "columns": columns},
+        findings.append(
+            Finding(
+                name,
+                "ok",
+                f"{rows(len(dataset))}; columns: {column_list}"
+                + ("; the formatting function was not called" if has_formatter else ""),
+                data={"rows": len(dataset), "columns": columns},
+            )
         )
-        yield from _odd_prompt_findings(name, odd_prompts(tokenizer, examples))
+        findings.extend(_odd_prompt_findings(name, odd_prompts(tokenizer, examples)))
+    return findings, trained
 
 
-def check_overlap(train: Sequence[Example], held_out: Sequence[Example], key_of: SameAs) -> Finding:
-    """Report whether held-out prompts are also in the training data."""
-    overlap = trained_on(train, held_out, key_of)
+def check_overlap(
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+    key_of: SameAs,
+    supervised: Sequence[Example] = (),
+) -> Finding:
+    """Report whether held-out prompts are also in the training data, or among those of `get_sft_dataset` (`supervised`)."""
+    overlap = trained_on(train, held_out, key_of, [prompt_key(row.prompt) for row in supervised])
+    in_train = len(trained_on(train, overlap, key_of))
+    by_sft = (
+        f", {len(overlap) - in_train} only by get_sft_dataset" if in_train < len(overlap) else ""
+    )
     data = {"shared": len(overlap), "examples": [example.index for example in overlap[:5]]}
     if not overlap:
         return Finding("overlap", "ok", "no held-out prompt is trained on", data=data)
@@ -180,7 +207,7 @@ def check_overlap(train: Sequence[Example], held_out: Sequence[Example], key_of:
         "overlap",
         "warning",
         f"{len(overlap)} of {len(held_out)} held-out prompts are also trained on "
-        f"(held-out row {overlap[0].row_number} for example)",
+        f"(held-out row {overlap[0].row_number} for example){by_sft}",
         "the evaluation partly measures what was learnt by heart",
         "split the rows before they are returned, by prompt",
         data,

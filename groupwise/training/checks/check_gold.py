@@ -37,7 +37,7 @@ Kind = Literal["gold", "another's gold", "empty", "garbage", "prompt echoed", "v
 
 GARBAGE = "Qzxv wkjp blorf, snerd quux."
 LONG_CHARACTERS = 20_000
-"""Length in characters, more than any limit on tokens allows in practice."""
+"""Length of a very long completion in characters, before it is cut to what a policy may write."""
 MAX_WRONG_GOLDS = 2
 """Number of other rows whose gold answers are tried on each row."""
 
@@ -139,8 +139,16 @@ def format_answer(stored: str, layout: str) -> str:
     return pattern.replace("{stored}", stored).replace("{answer}", answer_in(stored))
 
 
-def cases_of(example: Example, other_examples: Sequence[Example], gold: Gold | None) -> list[Case]:
-    """The right completions of an example and wrong ones: other rows' gold, nothing, nonsense, the prompt, an overlong text."""
+def cases_of(
+    example: Example,
+    other_examples: Sequence[Example],
+    gold: Gold | None,
+    cut: Callable[[str], str],
+) -> list[Case]:
+    """The right completions of an example and wrong ones: other rows' gold, nothing, nonsense, the prompt, a very long text.
+
+    `cut` shortens a text to the longest completion that a policy may write.
+    """
     gold_texts = gold.texts(example) if gold else ()
     cases = [Case("gold", text) for text in gold_texts]
     cases += [
@@ -149,8 +157,8 @@ def cases_of(example: Example, other_examples: Sequence[Example], gold: Gold | N
     cases += [
         Case("empty", ""),
         Case("garbage", GARBAGE),
-        Case("prompt echoed", echo(example)),
-        Case("very long", (GARBAGE + " ") * (LONG_CHARACTERS // len(GARBAGE))),
+        Case("prompt echoed", cut(echo(example))),
+        Case("very long", cut((GARBAGE + " ") * (LONG_CHARACTERS // len(GARBAGE)))),
     ]
     gold_keys = {_normalise_case(text) for text in gold_texts}
     return [

@@ -7,9 +7,10 @@ judge_…          one finding each, based only on the verdicts
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from typing import Any
@@ -42,6 +43,8 @@ SLOW_SHARE = 0.5
 CHAT_HINT = (
     'for a chat prompt a completion is a list of messages; its text is completion[0]["content"]'
 )
+_WRONG_RESULT = re.compile(r"(?s) returned \d+ values? for | returned .+; expected a list of ")
+"""Reasons of a reward function whose result has not one value for each completion."""
 MAX_TIMEOUTS_IN_A_ROW = 3
 """Number of time-outs in a row after which rewards are no longer called: each costs the full time limit and shows nothing new."""
 
@@ -152,13 +155,13 @@ async def find_layout(
 
 
 async def try_cases(
-    trial: Trial, examples: Sequence[Example], gold: Gold | None
+    trial: Trial, examples: Sequence[Example], gold: Gold | None, cut: Callable[[str], str]
 ) -> list[list[Verdict]]:
-    """Score gold and wrong completions; returns a list of verdicts per example."""
+    """Score gold and wrong completions; returns a list of verdicts per example. For `cut` see `cases_of`."""
     verdicts_by_example: list[list[Verdict]] = []
     for index, example in enumerate(examples):
         other_examples = [*examples[index + 1 :], *examples[:index]]
-        cases = cases_of(example, other_examples, gold)
+        cases = cases_of(example, other_examples, gold, cut)
         members = await trial.score(example, [case.text for case in cases])
         verdicts_by_example.append(
             [
@@ -183,23 +186,13 @@ def judge_failures(verdicts: Sequence[Verdict], *, chat: bool = False) -> Iterat
         reasons = Counter(v.member.reason or v.member.outcome for v in failures)
         kinds = ", ".join(dict.fromkeys(v.kind for v in failures))
         reason_list = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
-        broke = any(" raised " in reason or " returned " in reason for reason in reasons)
-        takes_text = chat and any("list" in reason for reason in reasons)
-        remedy = (
-            "remove the cause that the reward itself names (its judge, its sandbox, its time limit)"
-        )
-        if broke:
-            remedy = (
-                "let the reward function take any text and return a number for it, or None where it does not apply"
-                + (f"; {CHAT_HINT}" if takes_text else "")
-            )
         yield Finding(
             "exceptions",
             "problem",
             f"{len(failures)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
             + "\n".join(reason_list),
             "in training such rollouts are failed and do not teach; a model writes all of these",
-            remedy,
+            "; ".join(_remedies(reasons, chat=chat)),
             {"failed": len(failures), "reasons": dict(reasons)},
         )
     unrewarded = [v for v in verdicts if v.member.reason == NO_REWARD]
@@ -214,6 +207,20 @@ def judge_failures(verdicts: Sequence[Verdict], *, chat: bool = False) -> Iterat
             "return a number where the reward applies",
             {"unrewarded": len(unrewarded)},
         )
+
+
+def _remedies(reasons: Iterable[str], *, chat: bool) -> Iterator[str]:
+    """What to change in a reward function that failed for these reasons."""
+    wrong_results = {reason for reason in reasons if _WRONG_RESULT.search(reason)}
+    broken = {reason for reason in reasons if " raised " in reason or " returned " in reason}
+    if wrong_results:
+        yield "let the reward function return a list with one number for each completion"
+    if broken - wrong_results:
+        yield "let the reward function take any text and return a number for it, or None where it does not apply"
+        if chat and any("list" in reason for reason in broken - wrong_results):
+            yield CHAT_HINT
+    if not broken:
+        yield "remove the cause that the reward itself names (its judge, its sandbox, its time limit)"
 
 
 def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:

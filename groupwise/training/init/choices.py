@@ -49,6 +49,7 @@ activations.
 """
 MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
+TOO_SLOW = "more would take minutes on this machine"
 PROMPTS_ON_CPU, PROMPTS_ON_GPU, GENERATIONS = 8, 16, 8
 """Prompts of a step, and completions of each prompt, before the time of a step is measured."""
 MIN_PROMPTS, MIN_GENERATIONS = 2, 4
@@ -341,7 +342,9 @@ def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int,
         return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
     basis = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
     if answers.whole:
-        return rounded_up(1.5 * answers.longest), f"{basis}; one and a half times that"
+        return rounded_up(
+            1.5 * answers.longest
+        ), f"{basis}; one and a half times that, rounded up to a multiple of {ROUNDING}"
     return (
         rounded_up(2 * answers.longest + 48),
         f"{basis}; twice that, and room for a sentence. More if the model is to think first",
@@ -389,13 +392,14 @@ def choose_lengths(
             reason = f"{left} and the answer"
             draft.choose(("rollout", "max_reasoning_length"), reasoning, reason)
     rollout_length = rollout_builder.longest_completion(draft.config)
-    max_prompt = min(space, limit - rollout_length)
+    # Not the longest prompt: with model.name=tiny, whose tokens are characters, none would be left.
+    max_prompt = limit - rollout_length
     if max_prompt < min(prompts):
         raise UsageError(_no_room(draft, prompts, rollout_length, limit))
     if max_prompt < longest_prompt:
         reason = f"{prompt_description}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
     else:
-        reason = f"{prompt_description}; longer ones would be left out and counted"
+        reason = f"what is left of the model's {limit} tokens; {prompt_description}; longer ones would be left out and counted"
     draft.choose(("data", "max_prompt_length"), max_prompt, reason)
 
 
@@ -449,8 +453,8 @@ def choose_run_length(draft: Draft, examples: int) -> None:
     )
 
 
-def choose_sft_step(draft: Draft, rows: int, longest_row: int) -> None:
-    """Choose the batch size and the number of steps of a supervised run on `rows` rows of at most `longest_row` tokens."""
+def choose_sft_step(draft: Draft, rows: int) -> None:
+    """Choose the batch size and the number of steps of a supervised run on so many rows."""
     epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
     reason = f"{reason} over the {rows:,} rows"
@@ -459,11 +463,6 @@ def choose_sft_step(draft: Draft, rows: int, longest_row: int) -> None:
     else:
         steps = -(-epochs * rows // draft.sft_config.training.examples_per_step)
         draft.choose(("training", "max_steps"), steps, reason)
-    draft.choose(
-        ("data", "max_length"),
-        max(2, longest_row),
-        "the longest row has this many tokens; longer ones would be cut and counted",
-    )
 
 
 # --- memory and time -----------------------------------------------------------------------------
@@ -505,6 +504,13 @@ def _choose_budget(draft: Draft, budget: int) -> None:
     draft.choose(("training", "max_tokens_per_microbatch"), budget, reason)
 
 
+def mention_load(draft: Draft, load: float) -> None:
+    """Add to the reasons of a smaller step that other programs, with this load, made the measured speeds low."""
+    for choice in [each for each in draft.chosen.values() if each.reason.endswith(TOO_SLOW)]:
+        reason = f"{choice.reason} while other programs run (load {load:.1f}); measure again when it is idle"
+        draft.choose(choice.path, choice.value, reason)
+
+
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
     """Halve the prompts of a step, then the completions of each, until a step takes at most `MAX_STEP_SECONDS`.
 
@@ -519,4 +525,4 @@ def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
             size = draft.chosen[path].value
             if size // 2 < minimum:
                 break
-            draft.choose(path, size // 2, f"{label}; more would take minutes on this machine")
+            draft.choose(path, size // 2, f"{label}; {TOO_SLOW}")

@@ -29,8 +29,17 @@ def _null(representer: Any, _: None) -> Any:
 cast("Any", _WithNull).add_representer(type(None), _null)
 
 
-def commands(kind: Kind, task: str, file: str) -> list[str]:
-    """The commands to run with the file, in order."""
+WARM_UP = """\
+# A supervised run on the rows of get_sft_dataset before the training, which helps if hardly any
+# answer is right at first:
+# warm_up:
+#   training: {max_steps: 20, examples_per_step: 16, learning_rate: 1e-4}
+"""
+"""The section for a task that has supervised rows, to be made active by hand."""
+
+
+def commands(kind: Kind, task: str, file: str, *, evaluates: bool) -> list[str]:
+    """The commands to run with the file, in order. `evaluates`: the task has held-out rows."""
     task_options, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
     check = (
         f"groupwise check {with_config} {task_options}"
@@ -38,12 +47,16 @@ def commands(kind: Kind, task: str, file: str) -> list[str]:
         else f"groupwise check {task_options}"
     )
     examine = [f"groupwise doctor {with_config} {task_options}"] if kind == "rl" else []
+    if kind == "rl" and evaluates:
+        examine.append(f"groupwise eval {with_config} {task_options} --policy base")
     train = f"groupwise {kind} {with_config} {task_options}"
     return [check, *examine, f"{train} --dry-run", train]
 
 
-def render(title: str, command_lines: Sequence[str], choices: Iterable[Choice]) -> str:
-    """The content of the file. `title` is a sentence about it, `command_lines` are the commands."""
+def render(
+    title: str, command_lines: Sequence[str], choices: Iterable[Choice], at_end: str = ""
+) -> str:
+    """The content of the file. `title` is a sentence about it, `command_lines` are the commands; `at_end` is a comment."""
     content = CommentedMap()
     for choice in choices:
         _write_choice(content, choice)
@@ -54,7 +67,7 @@ def render(title: str, command_lines: Sequence[str], choices: Iterable[Choice]) 
     yaml.dump(content, stream)
     header = [*textwrap.wrap(title, WIDTH), "", *command_lines]
     comments = "\n".join(f"# {line}".rstrip() for line in header)
-    return f"{comments}\n\n{stream.getvalue()}"
+    return f"{comments}\n\n{stream.getvalue()}{at_end}"
 
 
 def _write_choice(content: Any, choice: Choice) -> None:

@@ -53,8 +53,9 @@ from groupwise.training.init.choices import (
     choose_trainable,
     fit_memory,
     fit_time,
+    mention_load,
 )
-from groupwise.training.init.config_file import commands, render
+from groupwise.training.init.config_file import WARM_UP, commands, render
 from groupwise.training.loops.rl_prepare import (
     RlPrepared,
     planned_sizes,
@@ -123,31 +124,39 @@ def init(
     choose_required_keys(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
     cost = choose(draft, loaded_task, task, measure)
+    layout = cost.layout
+    if load > doctor_machine.BUSY * available_cores():
+        mention_load(draft, load)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
-    layout = cost.layout
     cores = doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
     if measure and cores.level == "warning":
         # Steps were made smaller for speeds that may be too low.
         findings.add(cores)
     findings.add(*cost.findings)
-    if kind == "rl" and draft.config.warm_up is None and suffices(loaded_task, "sft"):
+    words = commands(kind, task, str(file), evaluates=suffices(loaded_task, "eval"))
+    may_warm_up = (
+        kind == "rl" and draft.config.warm_up is None and loaded_task.has("get_sft_dataset")
+    )
+    if may_warm_up:
         findings.add(
             Finding(
                 "warm-up",
                 "ok",
                 "none; the task has get_sft_dataset for one",
-                "if hardly any answer is right at first, add a section `warm_up:` to the config",
+                "if hardly any answer is right at first (groupwise eval --policy base says so), make the section `warm_up:` at the end of "
+                "the file active by removing its #",
             )
         )
-    words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
     title = (
         f"Written by groupwise init for {loaded_task.name} with {config.model.name} on {machine}."
     )
     try:
-        file.write_text(render(title, words, draft.choices()), encoding="utf-8")
+        file.write_text(
+            render(title, words, draft.choices(), WARM_UP if may_warm_up else ""), encoding="utf-8"
+        )
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
@@ -331,7 +340,7 @@ def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     choose_trainable(draft, all_parameters(draft.load().config.model))
     initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
     longest_row = initial.lessons.longest
-    choose_sft_step(draft, len(initial.lessons.lessons), longest_row)
+    choose_sft_step(draft, len(initial.lessons.lessons))
     device = initial.layout.device
     free_mib = _free_mib(device)
 

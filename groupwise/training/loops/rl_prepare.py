@@ -80,6 +80,8 @@ class RlPrepared(Prepared):
     """The prompts of the easy pool; None without one."""
     held_out_prompts: PromptSet | None
     rubric: Rubric | None
+    warm_up_prompts: frozenset[str] = frozenset()
+    """The `prompt_key` of the prompts that the warm-up before this run trains on."""
 
     @property
     def config(self) -> RunConfig:
@@ -290,9 +292,11 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
         training_examples = [
             e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples
         ]
-        key_of = same_row if prepared.task.has("get_environment") else same_prompt
+        plays = prepared.task.played_by is not None
+        key_of = same_row if plays else same_prompt
+        supervised = () if plays else prepared.warm_up_prompts
         overlap = warning_of_overlap(
-            len(trained_on(training_examples, held_out_set.examples, key_of)),
+            len(trained_on(training_examples, held_out_set.examples, key_of, supervised)),
             len(held_out_set.examples),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
         )

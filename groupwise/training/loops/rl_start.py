@@ -179,6 +179,8 @@ def _rl(
     """Prepare a run and train it. `on_this_machine` is True if the run will be here, so that its rewards' needs are checked now."""
     check_only = dry_run and start.point is None  # a resume compares all tokens
     prepared = prepare_rl(start.loaded, task, start.rows_read, check_only=check_only)
+    if warm_up_result is not None:
+        prepared = replace(prepared, warm_up_prompts=warm_up_result.prompts)
     if on_this_machine and prepared.rubric is not None:
         prepared.rubric.check_machine()
     resumption = start.resumption(prepared)

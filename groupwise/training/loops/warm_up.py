@@ -19,6 +19,7 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
+from groupwise.tasks.data.overlap import same_prompt
 from groupwise.training.assembly.prepare import expected_ranks
 from groupwise.training.config import LoadedConfig, compare_for_resume
 from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
@@ -53,6 +54,8 @@ class WarmUpResult:
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     """Summary for people: that of the run, or its plan."""
     interrupted: TrainingResult | None = None
+    prompts: frozenset[str] = frozenset()
+    """The `prompt_key` of the prompts that it trains on."""
     untrained: EvalResult | None = None
     """The evaluation of the model on held-out prompts before any training."""
 
@@ -72,6 +75,8 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
     sft_loaded = config_of_warm_up(loaded)
     with nullcontext() if dry_run else expected_ranks(sft_loaded.config):
         prepared = prepare_sft(sft_loaded, task)
+    examples = [lesson.example for lesson in prepared.lessons.lessons]
+    prompts = frozenset(same_prompt(example) for example in examples if example.prompt)
     # The newest run of the same config, task and data; finished runs come first.
     runs = Path(prepared.config.run.dir)
     paths = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
@@ -88,10 +93,11 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
         return WarmUpResult(
             str(run_folder),
             summary,
+            prompts=prompts,
             untrained=None if dry_run else _evaluate_untrained(loaded, task),
         )
     if dry_run:
-        return WarmUpResult(None, plan_sft(prepared))
+        return WarmUpResult(None, plan_sft(prepared), prompts=prompts)
     if read_torchrun_rank() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
@@ -111,7 +117,12 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
     if result.exit_code:
         return WarmUpResult(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
-    return WarmUpResult(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
+    return WarmUpResult(
+        str(result.folder),
+        summary,
+        prompts=prompts,
+        untrained=_evaluate_untrained(loaded, task),
+    )
 
 
 def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:

@@ -139,7 +139,7 @@ async def test_metrics_fail_alone_and_have_a_limit_of_their_own(closing, shared)
         with pytest.raises(RewardWorkerError, match=said):
             await shared.compute_metrics([prompt], [], [])
     assert rewards(await shared.score(request())) == FINE
-    with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
+    with pytest.raises(RewardWorkerError, match=r"0\.5 s, at a load .* raise rewards\.start_limit"):
         await closing(workers_for(time_limit=0.05)).compute_metrics(["hang"], [], [])
 
 
@@ -340,7 +340,7 @@ async def test_crash_at_start_is_repeated_a_bounded_number_of_times(closing, tmp
 
 
 async def test_start_has_a_limit_of_its_own(closing):
-    with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
+    with pytest.raises(RewardWorkerError, match=r"0\.5 s, at a load .* raise rewards\.start_limit"):
         await closing(workers_for("hang_at_start", start_limit=0.5)).start()
 
 

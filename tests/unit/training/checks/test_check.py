@@ -69,6 +69,24 @@ def test_bad_supervised_rows_do_not_stop_the_other_checks(row, name, level):
     assert found["gold earns most"].level == "ok"
 
 
+WARM_UP = {
+    "data": {"dataset_text_field": "story"},
+    "training": {"max_steps": 1, "examples_per_step": 2},
+}
+
+
+@pytest.mark.parametrize(("config", "shared"), [(PLAIN, 3), ({**PLAIN, "warm_up": WARM_UP}, 2)])
+def test_held_out_prompts_among_the_supervised_rows_are_found(config, shared):
+    """Those that the warm-up reads, if the config has one."""
+    rows = [{"prompt": f"Say {n}.", "completion": "no", "story": "", "answer": "n"} for n in "abc"]
+    hooks = {
+        "get_eval_dataset": lambda config: rows,
+        "get_sft_dataset": lambda config, tokenizer: iter(rows) if "data" in config else rows,
+    }
+    found = by_name(check(task(**hooks), config))["overlap"]
+    assert (found.level, found.data["shared"]) == ("warning", shared)
+
+
 def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     file = tmp_path / "task.py"
     file.write_text(
@@ -103,6 +121,24 @@ def test_a_reward_that_crashes():
     assert report.summary["error"]["code"] == "check_failed"
 
 
+@pytest.mark.parametrize(("config", "longest"), [
+    ({**PLAIN, "sampler": {"max_completion_length": 6}}, 6), (None, 4 * 256),
+])  # fmt: skip
+def test_no_completion_is_longer_than_a_policy_may_write(config, longest):
+    def shortest(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [
+            0.0 if text == gold else float(-len(text))
+            for text, gold in zip(completions, answer, strict=True)
+        ]
+
+    (worst,) = (
+        row["reward"]
+        for row in check(task(shortest), config).details["table"]
+        if row["completion"] == "very long"
+    )
+    assert worst == -longest
+
+
 def contained(completions, answer):
     return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
 
@@ -124,6 +160,15 @@ def test_a_reward_that_takes_messages_for_text_is_told_so(reward, name, others):
     found = checked(reward, size, rows=rows)
     assert {other: found[other].level for other in others} == others
     assert 'completion[0]["content"]' in found[name].remedy
+
+
+@pytest.mark.parametrize("result", [[0.0] * 2, 1.0])
+def test_a_result_of_the_wrong_length_is_not_blamed_on_the_completions(result):
+    def short(completions: list[str], **_: Any) -> Any:
+        return result
+
+    remedy = by_name(check(task(short), PLAIN))["exceptions"].remedy
+    assert remedy == "let the reward function return a list with one number for each completion"
 
 
 def test_a_judge_without_verdicts_is_not_blamed_on_the_completions():
@@ -215,7 +260,17 @@ def test_a_misspelt_hook_is_named():
     found = by_name(check(misspelt, PLAIN))
     assert [found[name].level for name in ("hooks", "rewards")] == ["warning"] * 2
     assert "Is it `get_reward_func`? Rename it." in found["rewards"].measured
-    assert "`compute_metric`" in checked(compute_metric=right)["hooks"].remedy
+    assert "`compute_metric`" in checked(compute_metric=lambda *five, **named: {})["hooks"].remedy
+
+
+def test_rewards_without_rows_to_train_on_are_a_warning():
+    unnamed = task(get_rl_data=lambda config: ROWS, get_eval_dataset=lambda config: ROWS)
+    del unnamed.get_rl_dataset
+    found = by_name(check(unnamed, PLAIN))
+    assert found["hooks"].remedy == "is `get_rl_data` the hook get_rl_dataset? Rename it"
+    assert found["training data"].level == "warning"
+    rows_of_a_split = checked(get_dataset=lambda split: ROWS)
+    assert rows_of_a_split["hooks"].level == "ok", "no hook is called so"
 
 
 def test_check_refuses_what_training_would_refuse(tmp_path: Path):

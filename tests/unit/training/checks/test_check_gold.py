@@ -39,7 +39,7 @@ def test_layouts_hold_the_answer_and_nothing_of_the_pattern():
 
 def test_cases_are_gold_and_wrong_ones():
     first, *others = rows({"answer": "1"}, {"answer": "2"}, {"answer": "3"}, {"answer": "4"})
-    cases = cases_of(first, others, Gold("answer", "as plain text"))
+    cases = cases_of(first, others, Gold("answer", "as plain text"), str)
     kinds = [case.kind for case in cases]
     assert kinds == [
         "gold", "another's gold", "another's gold", "empty", "garbage", "prompt echoed", "very long",
@@ -51,6 +51,6 @@ def test_cases_are_gold_and_wrong_ones():
 def test_other_gold_answers_that_are_right_for_a_row_are_not_tried_as_wrong():
     answers = (["Yes", "y"], "YES", "Y", "no")
     first, *others = rows(*({"answer": each} for each in answers))
-    cases = cases_of(first, others, Gold("answer", "as plain text"))
+    cases = cases_of(first, others, Gold("answer", "as plain text"), str)
     texts = [case.text for case in cases if case.kind == "another's gold"]
     assert texts == ["no"]

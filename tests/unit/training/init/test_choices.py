@@ -89,13 +89,13 @@ def test_the_choice_of_trained_weights_and_learning_rate(kind, parameters, words
 
 
 @pytest.mark.parametrize(("words", "prompts", "wanted", "limit", "expected"), [
-    ((), [40], 64, 2048, (64, 48, None)), ((), [40], 256, 200, (152, 48, None)), ((), [190, 90], 64, 200, (64, 136, None)),
-    (("sampler.max_completion_length=30",), [40], 256, 100, (30, 48, None)),
-    (("rollout.type=environment",), [4], 64, 2048, (64, 16, None)), (("rollout.type=environment",), [4], 128, 2048, (128, 16, 2032)),
+    ((), [40], 64, 2048, (64, 1984, None)), ((), [40], 256, 200, (152, 48, None)), ((), [190, 90], 64, 200, (64, 136, None)),
+    (("sampler.max_completion_length=30",), [40], 256, 100, (30, 70, None)),
+    (("rollout.type=environment",), [4], 64, 2048, (64, 608, None)), (("rollout.type=environment",), [4], 128, 2048, (128, 16, 2032)),
     (("rollout.type=external",), [4], 128, 2048, (128, 16, 2032)), (("rollout.type=external",), [4], 128, 100, (84, 16, 84)),
     (("rollout.type=external",), [4, 1990], 128, 2048, (48, 2000, 48)),
     (("rollout.type=external",), [4, 3000], 128, 2048, (128, 1024, 1024)),
-    (("rollout.type=two_stage",), [40], 64, 2048, (256, 48, None)), (("rollout.type=two_stage",), [40], 64, 512, (256, 48, None)),
+    (("rollout.type=two_stage",), [40], 64, 2048, (256, 1132, None)), (("rollout.type=two_stage",), [40], 64, 512, (256, 48, None)),
 ])  # fmt: skip
 def test_prompt_and_completion_fit_the_model_together(words, prompts, wanted, limit, expected):
     chosen = draft(*words)
