@@ -649,11 +649,10 @@ class _Reader:
             written = {ROWS: rows.written}
             if isinstance(held_out, Unread):
                 written[HELD_OUT_ROWS] = held_out.written
-            # By their variables, what is done to the rows is done once. If one cannot be copied, its expression is.
+            # By their variables, what is done to the rows is done once, and what changes them in place is not lost.
             arguments = {ROWS: "train_dataset", HELD_OUT_ROWS: "eval_dataset"}
-            by_name = {hook: self.variables.get(arguments[hook], written[hook]) for hook in written}
-            for hooks in (by_name, written):
-                copied = copied or copy_functions(source, own, hooks=hooks)
+            hooks = {hook: self.variables.get(arguments[hook], written[hook]) for hook in written}
+            copied = copy_functions(source, own, hooks=hooks)
             for name in ("train_dataset", "eval_dataset") if copied else ():
                 settings.pop(name, None)
         if copied is None:

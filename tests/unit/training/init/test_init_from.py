@@ -414,6 +414,52 @@ GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows{held_out}).t
         assert held == [prompt.replace("+", end) for prompt in prompts]
 
 
+IN_PLACE = """
+import json, random
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def add(rows, text): rows.append({"prompt": text})
+shared = [{"prompt": "s"}]
+def share(): shared.append({"prompt": "t"})
+random.seed(3)
+def main():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    STATEMENT
+    trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=Dataset.from_list(rows))
+    rows.clear()
+    trainer.train()
+main()
+"""
+
+
+@pytest.mark.parametrize(("statement", "prompts"), [
+    ("for n in range(2): rows.append({'prompt': str(n)})", "ab01"), ("rows.extend({'prompt': c} for c in 'cd')", "abcd"),
+    ("rows[0] = {'prompt': 'c'}", "cb"), ("rows[0]['prompt'] = 'c'", "cb"), ("del rows[0]", "b"), ("rows += rows[:1]", "aba"),
+    ("for row in rows: row['prompt'] += row['prompt']", "aabb"), ("for i, row in enumerate(rows): row.update(prompt=str(i))", "01"),
+    ("again = rows; again.append({'prompt': 'c'})", "abc"), ("first = rows.pop()", "a"), ("rows.reverse()", "ba"),
+    ("random.shuffle(rows); rows = rows[:1]", "b"), ("rows.sort(key=lambda row: -ord(row['prompt']))", "ba"),
+    ("add(rows, 'c')", "abc"), ("done = add(rows, text='c')", "abc"), ("share(); rows = shared[1:]", "t"),
+    ("if rows: add(rows, 'c')", "abc"), ("while len(rows) < 3: add(rows, 'c')", "abc"), ("(lambda: rows.append({'prompt': 'c'}))()", "abc"),
+    ("with open('a.jsonl') as f: [rows.append(json.loads(line)) for line in f]", "abj"), ("rows[1:] = []", "a"),
+    ("texts = iter('hj'); head = next(texts); rows = [{'prompt': each} for each in texts]", "j"),
+    ("extra = {}; extra['rows'] = rows[:1]; rows = extra['rows']", "a"),
+])  # fmt: skip
+def test_statements_that_change_rows_in_place_are_copied(statement: str, prompts: str) -> None:
+    Path("a.jsonl").write_text('{"prompt": "j"}\n')
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", statement))
+    assert findings_of(report) == set()
+    rows = load("a-groupwise.py:get_rl_dataset").object(load_config("a-groupwise.yaml").config)
+    assert "".join(str(row["prompt"]) for row in rows) == prompts
+
+
+def test_a_change_in_place_that_cannot_be_copied_is_reported() -> None:
+    change = "if HfArgumentParser().parse_args().short: rows.pop()"
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", change))
+    assert findings_of(report) == {"train_dataset"}
+    assert "--task-module TASK.py" in report.details["next"][0]
+
+
 SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
 
 
