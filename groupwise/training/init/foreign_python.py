@@ -75,6 +75,7 @@ OTHER_DATASET_REMEDY = (
     "If both are files, put them into one folder as train.jsonl and test.jsonl, and set data.dataset_name=FOLDER "
     "data.dataset_test_split=test; else leave data out, and return both from get_rl_dataset and get_eval_dataset of a task file"
 )
+CONDITION_REASON = "its value depends on a condition, or changes in a loop"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -161,7 +162,9 @@ class _Reader:
     calls: list[ParsedCall] = field(default_factory=list[ParsedCall])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of command-line options."""
-    flags_read: set[str] = field(default_factory=set[str])
+    flag_reads: list[str] = field(default_factory=list[str])
+    branches: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Conditions that these defaults decide, with their lines, and whether they are true."""
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
@@ -216,7 +219,7 @@ class _Reader:
                     if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
                 ]
             case ast.If(test, body, orelse):
-                condition = True if runs_as_script(test) else self.value(test)
+                condition = True if runs_as_script(test) else self._condition(test)
                 if isinstance(condition, bool):
                     self._visit_block(body if condition else orelse)
                 else:
@@ -299,12 +302,18 @@ class _Reader:
         previous = target.get(name)
         is_new = name not in target and new_is_sure
         if self.unsure and not is_new and not (name in target and previous == value):
-            value = Unread(
-                name, node.lineno, "its value depends on a condition, or changes in a loop"
-            )
+            value = Unread(name, node.lineno, CONDITION_REASON)
         target[name] = value
 
     # Values
+
+    def _condition(self, test: ast.expr) -> Any:
+        """The value of a condition. If flags decide it, it is remembered for the report."""
+        flags_before = len(self.flag_reads)
+        condition = self.value(test)
+        if isinstance(condition, bool) and len(self.flag_reads) > flags_before:
+            self.branches[f"`{ast.unparse(test)}` in line {test.lineno}"] = condition
+        return condition
 
     def value(self, node: ast.expr) -> Any:
         """A plain value (which may contain unread ones), a `ParsedCall`, or an `Unread`."""
@@ -333,13 +342,22 @@ class _Reader:
             case ast.Call():
                 return self._read_call(node)
             case _:
-                return _unread_node(node)
+                is_choice = isinstance(node, ast.IfExp)
+                return self._read_choice(node) if is_choice else _unread_node(node)
+
+    def _read_choice(self, node: ast.IfExp) -> Any:
+        condition = self._condition(node.test)
+        if isinstance(condition, bool):
+            return self.value(node.body if condition else node.orelse)
+        for branch in (node.body, node.orelse):  # for the calls in them
+            self.value(branch)
+        return Unread(ast.unparse(node), node.lineno, CONDITION_REASON)
 
     def _read_attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
         if isinstance(owner, ParsedCall):
             return owner.arguments.get(name, _unread_node(node))
         if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
-            self.flags_read.add(name)
+            self.flag_reads.append(name)
             return self.flags[name]
         return _unread_node(node)
 
@@ -495,8 +513,12 @@ class _Reader:
                 return self._merge_arguments(node)
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
                 arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
+                action = arguments.get("action")
+                if action in ("store_true", "store_false"):
+                    arguments.setdefault("default", action == "store_false")
                 if _is_readable(arguments.get("default", _unread_node(node))):
-                    self.flags[name[2:].replace("-", "_")] = arguments["default"]
+                    flag = str(arguments.get("dest", name[2:])).replace("-", "_")
+                    self.flags[flag] = arguments["default"]
             case "replace", [_]:
                 arguments = self._read_arguments(node, ("",))
                 original = arguments.pop("")
@@ -561,9 +583,13 @@ class _Reader:
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
-        if self.flags_read:
+        if self.flag_reads:
             why = "what it gives is not known, and the defaults are taken of "
-            settings["command line"] = Unread("", 0, why + ", ".join(sorted(self.flags_read)))
+            why += ", ".join(sorted({*self.flag_reads}))
+            if self.branches:
+                branches = [f"{test} is {is_true}" for test, is_true in self.branches.items()]
+                why += f". So {', '.join(branches)}"
+            settings["command line"] = Unread("", 0, why)
         return settings
 
     def _take_settings(
@@ -586,6 +612,8 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
+            if name == "peft_config" and isinstance(value, Unread):
+                value = self._unread_adapter(value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
@@ -594,6 +622,16 @@ class _Reader:
                 settings.setdefault(name, value)
             else:
                 settings[name] = value
+
+    def _unread_adapter(self, value: Unread) -> Unread:
+        """An adapter that is not known, with what is taken in its place."""
+        lines = [call.line for call in self.calls if call.kind == "LoraConfig"]
+        remedy = (
+            f"lora is taken from the LoraConfig of line {lines[-1]}; if the run has no adapter, set lora: null"
+            if lines
+            else "lora is null, which trains all weights; if the run has an adapter, write lora.r and lora.alpha"
+        )
+        return replace(value, remedy=remedy)
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""

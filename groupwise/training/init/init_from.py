@@ -284,7 +284,8 @@ def _report_ineffective_keys(translation: Translation) -> None:
 def _read_key(translation: Translation, name: str, value: Any) -> None:
     """Keep a usable value; for any other, set the status of its key."""
     parsed_value = _parse_number(name, value)
-    has_no_effect = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+    decide = ("train_dataset", "eval_dataset", "peft_config", "args")
+    has_no_effect = (name in WITHOUT_EFFECT and name not in decide) or (
         name == "model_name_or_path" and translation.file.suffix == ".py"
     )
     if name in MAY_BE_NULL and (value is None or value == 0):

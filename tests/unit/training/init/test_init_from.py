@@ -460,6 +460,32 @@ def test_a_change_in_place_that_cannot_be_copied_is_reported() -> None:
     assert "--task-module TASK.py" in report.details["next"][0]
 
 
+ADAPTER = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--full", action="store_true")
+parser.add_argument("--lora", default=False)
+args = parser.parse_args()
+%s
+GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), peft_config=peft)
+"""
+
+
+@pytest.mark.parametrize(("adapter", "lora", "said"), [
+    ("peft = None\nif not args.full: peft = LoraConfig(r=4)", {"r": 4, "alpha": 8}, "`not args.full` in line 7 is True"),
+    ("peft = None\nif args.lora: peft = LoraConfig(r=4)", None, "`args.lora` in line 7 is False"),
+    ("peft = LoraConfig(r=4) if args.lora else None", None, "`args.lora` in line 6 is False"),
+    ("peft = LoraConfig(r=4) if cuda() else None", {"r": 4, "alpha": 8}, "line 6: its value depends"),
+    ("peft = None\nif cuda(): peft = LoraConfig(r=4)", {"r": 4, "alpha": 8}, "line 7: its value depends"),
+    ("peft = get_peft_config(model_args)", None, "lora is null"),
+])  # fmt: skip
+def test_an_adapter_that_depends_on_a_condition_is_reported(adapter: str, lora: Any, said: str) -> None:  # fmt: skip
+    config, report = made("a.py", ADAPTER % adapter)
+    assert config["lora"] == lora
+    (finding,) = [each for each in report.findings if said in each.measured]
+    assert finding.level == "warning"
+    assert findings_of(report) == {finding.name}
+
+
 SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
 
 
