@@ -75,6 +75,7 @@ OTHER_DATASET_REMEDY = (
     "If both are files, put them into one folder as train.jsonl and test.jsonl, and set data.dataset_name=FOLDER "
     "data.dataset_test_split=test; else leave data out, and return both from get_rl_dataset and get_eval_dataset of a task file"
 )
+COMMAND_REMEDY = "If its values come from the command line, give as --from the .sh file with the command, or the YAML of its --config"
 CONDITION_REASON = "its value depends on a condition, or changes in a loop"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
@@ -97,6 +98,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: lambda a, b: a / b, ast.Pow: lambda a, b: a**b,
 }  # fmt: skip
 
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b, ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
+}  # fmt: skip
+
 
 MAX_SKIPPED_LINES = 9
 """Number of lines with invalid syntax for this Python version above which the file does not count as Python."""
@@ -113,8 +118,11 @@ CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
 
-def of_python(text: str) -> dict[str, Any]:
-    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
+def of_python(text: str, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python.
+
+    `flags`: those that the file is called with; None if that is not known.
+    """
     # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     skipped_lines: dict[str, Any] = {}
@@ -135,7 +143,7 @@ def of_python(text: str) -> dict[str, Any]:
             indent = line[: len(line) - len(line.lstrip())]
             lines[line_number - 1] = "" if line.strip() == "pass" else f"{indent}pass"
         else:
-            reader = _Reader()
+            reader = _Reader(given_flags=flags)
             reader.read(tree.body)
             settings = reader.settings()
             makes_messages = reader.take_functions(settings, "\n".join(lines))
@@ -162,6 +170,7 @@ class _Reader:
     calls: list[ParsedCall] = field(default_factory=list[ParsedCall])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of command-line options."""
+    given_flags: Mapping[str, Any] | None = None
     flag_reads: list[str] = field(default_factory=list[str])
     branches: dict[str, bool] = field(default_factory=dict[str, bool])
     """Conditions that these defaults decide, with their lines, and whether they are true."""
@@ -280,9 +289,10 @@ class _Reader:
                 values = cast("list[Any]", value) if isinstance(value, list) else []
                 has_all = len(values) == len(entries)
                 for index, entry in enumerate(entries):
+                    is_parsed = isinstance(value, Unread) and "parse" in value.written
                     fallback = (
-                        value
-                        if index == 0 and isinstance(value, ParsedCall)
+                        cast("Any", value)
+                        if is_parsed or (index == 0 and isinstance(value, ParsedCall))
                         else _unread_node(entry)
                     )
                     self._bind(entry, values[index] if has_all else fallback)
@@ -342,10 +352,16 @@ class _Reader:
             case ast.Call():
                 return self._read_call(node)
             case _:
-                is_choice = isinstance(node, ast.IfExp)
-                return self._read_choice(node) if is_choice else _unread_node(node)
+                return self._read_test(node)
 
-    def _read_choice(self, node: ast.IfExp) -> Any:
+    def _read_test(self, node: ast.expr) -> Any:
+        """The value of a comparison or of `a if test else b`."""
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+            sides = [self.value(node.left), *map(self.value, node.comparators)]
+            if len(sides) == 2 and all(map(_is_readable, sides)):
+                return _COMPARISONS[type(node.ops[0])](*sides)
+        if not isinstance(node, ast.IfExp):
+            return _unread_node(node)
         condition = self._condition(node.test)
         if isinstance(condition, bool):
             return self.value(node.body if condition else node.orelse)
@@ -356,9 +372,11 @@ class _Reader:
     def _read_attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
         if isinstance(owner, ParsedCall):
             return owner.arguments.get(name, _unread_node(node))
-        if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
-            self.flag_reads.append(name)
-            return self.flags[name]
+        if isinstance(owner, Unread) and "parse" in owner.written:
+            flags = self.flags | dict(self.given_flags or {})
+            if name in flags:
+                self.flag_reads.append(name)
+                return flags[name]
         return _unread_node(node)
 
     def _read_unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
@@ -583,7 +601,7 @@ class _Reader:
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
-        if self.flag_reads:
+        if self.flag_reads and self.given_flags is None:
             why = "what it gives is not known, and the defaults are taken of "
             why += ", ".join(sorted({*self.flag_reads}))
             if self.branches:
@@ -612,8 +630,7 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
-            if name == "peft_config" and isinstance(value, Unread):
-                value = self._unread_adapter(value)
+            value = self._with_remedy(name, value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
@@ -623,14 +640,17 @@ class _Reader:
             else:
                 settings[name] = value
 
-    def _unread_adapter(self, value: Unread) -> Unread:
-        """An adapter that is not known, with what is taken in its place."""
+    def _with_remedy(self, name: str, value: Any) -> Any:
+        """If the trainer's arguments or its adapter are not known: with what to do, and what is taken in place of the adapter."""
+        if not isinstance(value, Unread) or name not in ("args", "peft_config"):
+            return value
         lines = [call.line for call in self.calls if call.kind == "LoraConfig"]
-        remedy = (
-            f"lora is taken from the LoraConfig of line {lines[-1]}; if the run has no adapter, set lora: null"
-            if lines
-            else "lora is null, which trains all weights; if the run has an adapter, write lora.r and lora.alpha"
-        )
+        if name == "args":
+            remedy = COMMAND_REMEDY
+        elif lines:
+            remedy = f"lora is taken from the LoraConfig of line {lines[-1]}; if the run has no adapter, set lora: null"
+        else:
+            remedy = "lora is null, which trains all weights; if the run has an adapter, write lora.r and lora.alpha"
         return replace(value, remedy=remedy)
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:

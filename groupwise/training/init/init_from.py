@@ -222,7 +222,11 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
     translation = Translation(file, {}, processes, foreign.written, own_module)
     for name, value in foreign.settings.items():
         _read_key(translation, name, value)
-    translation.open_r1 = is_open_r1(foreign.settings) and file.suffix not in (".py", ".ipynb")
+    translation.open_r1 = (
+        is_open_r1(foreign.settings)
+        and file.suffix not in (".py", ".ipynb")
+        and not foreign.own_functions
+    )
     for step in (
         _translate_model,
         _translate_lora,

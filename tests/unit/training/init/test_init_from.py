@@ -486,6 +486,52 @@ def test_an_adapter_that_depends_on_a_condition_is_reported(adapter: str, lora: 
     assert findings_of(report) == {finding.name}
 
 
+PARSED = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+MARK = "="
+def right(completions, **kwargs): return [float(MARK in each) for each in completions]
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    rows = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    rows = rows.map(lambda row: {"prompt": row["q"] + MARK})
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path, args=training_args, reward_funcs=[right], peft_config=get_peft_config(model_args),
+        train_dataset=rows[script_args.dataset_train_split],
+        eval_dataset=rows[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None)
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize(("more", "data"), [
+    ("", {}), ("--eval_strategy steps --eval_steps 3", {"dataset_test_split": "test"}),
+    ("--dataset_config b --dataset_train_split x", {"dataset_config": "b", "dataset_split": "x"}),
+])  # fmt: skip
+def test_rewards_and_rows_of_the_script_that_a_command_runs(more: str, data: Any) -> None:
+    Path("a.py").write_text(PARSED)
+    flags = "--model_name_or_path tiny --dataset_name d/e --num_generations 4 --use_peft --lora_r 8"
+    Path("prepare.py").write_text("rows()")
+    config, report = made("a.sh", f"python prepare.py\naccelerate launch a.py {flags} {more}")
+    assert (config["model"], config["lora"]["r"]) == ({"name": "tiny"}, 8)
+    assert config["training"]["num_generations"] == 4
+    assert config["rewards"] == {"reward_funcs": ["a-groupwise.py:right"]}
+    pipeline = {"preprocessing_pipeline": "a-groupwise.py:process_row"}
+    assert config["data"] == {"dataset_name": "d/e", **pipeline, **data}
+    assert load("a-groupwise.py:process_row").object({"q": "1"}) == {"q": "1", "prompt": "1="}
+    assert findings_of(report) == set()
+
+
+def test_what_the_command_line_would_say_is_reported_and_so_is_a_script_that_is_not_there() -> None:
+    _, report = made("a.py", PARSED)
+    lost = {"args", "model", "peft_config", "train_dataset", "eval_dataset"}
+    assert findings_of(report) == lost
+    (arguments,) = [each for each in report.findings if each.name == "args"]
+    assert ".sh file" in arguments.measured
+    _, report = made("a.sh", "python gone.py --model_name_or_path tiny --num_generations 4")
+    assert findings_of(report) == {"reward_funcs"}
+
+
 SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
 
 
