@@ -21,12 +21,13 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
+from groupwise.core.settings.overrides import parse_override
 from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import RunConfig, load_config, resolved_values
-from groupwise.training.init.choices import Choice
+from groupwise.training.init.choices import EXCLUDED_BY, Choice
 from groupwise.training.init.config_file import render
 from groupwise.training.init.foreign_config import ForeignConfig, read_foreign
 from groupwise.training.init.foreign_names import (
@@ -124,13 +125,15 @@ def init_from(
     file: Path,
     *,
     processes: int | None = None,
+    overrides: Sequence[str] = (),
     out: Path | None = None,
     force: bool = False,
     on_finding: OnFinding | None = None,
 ) -> Report:
     """Translate a foreign config into a file of ours: the command `groupwise init --from`.
 
-    `processes` is the number of devices of the foreign run, for each of which its batch sizes count. Raises `UsageError`.
+    `processes` is the number of devices of the foreign run, for each of which its batch sizes count. `overrides`, `key=value`, take
+    precedence over the file. Raises `UsageError`, and `ConfigError` for overrides that cannot be.
     """
     foreign = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
@@ -151,6 +154,7 @@ def init_from(
     translation = translate(
         file, foreign, processes or _device_count(foreign.settings), str(own_module)
     )
+    _apply_overrides(translation, overrides)
     beside: list[Path] = []
     if foreign.own_functions:
         beside.append(functions)
@@ -167,8 +171,9 @@ def init_from(
     for choice in translation.choices.values():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.extend(translation.findings)
+    sections = list(RunConfig.model_fields)
     choices = sorted(
-        translation.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0])
+        translation.choices.values(), key=lambda choice: sections.index(choice.path[0])
     )
     given = ""
     rows = foreign.settings.get("train_dataset")
@@ -198,6 +203,33 @@ def init_from(
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
 
 
+def _apply_overrides(translation: Translation, overrides: Sequence[str]) -> None:
+    """Replace what was translated by the user's own values, and drop what these exclude. Raises ConfigError."""
+    excluded_by = EXCLUDED_BY | {("algorithm", "preset"): ("algorithm", "type")}
+    for path, value in map(parse_override, overrides):
+        chosen = [choice for choice in translation.choices.values() if choice.key != ".".join(path)]
+        for choice in chosen:
+            is_section = path[: len(choice.path)] == choice.path  # such as `lora: null`
+            is_within = choice.path[: len(path)] == path
+            is_excluded = value is not None and excluded_by.get(choice.path) == path
+            if is_section or is_within or is_excluded:
+                del translation.choices[choice.key]
+        translation.choose(".".join(path), value, "given on the command line")
+    if overrides:
+        load_config(_tree(translation))
+
+
+def _tree(translation: Translation) -> dict[str, Any]:
+    """The config so far."""
+    tree: dict[str, Any] = {}
+    for choice in translation.choices.values():
+        section = tree
+        for part in choice.path[:-1]:
+            section = section.setdefault(part, {})
+        section[choice.path[-1]] = choice.value
+    return tree
+
+
 def _is_ours(module: Path) -> bool:
     """True if an earlier `init` has written this module."""
     return module.read_bytes().startswith(OF_INIT.encode())
@@ -211,7 +243,6 @@ COUNTED_IN_STEPS = (
     "run.logging_steps",
 )
 """Keys whose value is a number of steps."""
-SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
 
 
 # --- translating ---------------------------------------------------------------------------------
@@ -324,14 +355,8 @@ def _device_count(settings: Mapping[str, Any]) -> int:
 def _leave_out_invalid_values(translation: Translation) -> None:
     """Leave out the values that no config of ours can have, and report why."""
     for _ in range(len(translation.choices)):
-        tree: dict[str, Any] = {}
-        for choice in translation.choices.values():
-            section = tree
-            for part in choice.path[:-1]:
-                section = section.setdefault(part, {})
-            section[choice.path[-1]] = choice.value
         try:
-            load_config(tree)
+            load_config(_tree(translation))
             return
         except ConfigError as error:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))

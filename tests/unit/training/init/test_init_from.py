@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.trainer_utils import SchedulerType
 
-from groupwise.core.errors import UsageError
+from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Report
 from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
@@ -740,6 +740,29 @@ def test_files_that_are_no_such_config(name: str, text: str, said: str) -> None:
     Path(name).write_text(text)
     with pytest.raises(UsageError, match=said):
         init_from(Path(name))
+
+
+@pytest.mark.parametrize(("overrides", "section", "values"), [
+    ("training.seed=3 training.learning_rate=1e-4", "training", {"seed": 3, "learning_rate": 1e-4}),
+    ("lora.r=4 lora.alpha=9", "lora", {"r": 4, "alpha": 9}), ("training.max_steps=5", "training", {"max_steps": 5}),
+    ("algorithm.type=grpo", "algorithm", {"type": "grpo"}), ("data.dataset_name=x.jsonl", "data", {"dataset_name": "x.jsonl"}),
+])  # fmt: skip
+def test_values_of_the_command_line_replace_those_of_the_file(
+    overrides: str, section: str, values: dict[str, Any]
+) -> None:
+    text = "{model_name_or_path: tiny, num_generations: 8, num_train_epochs: 2, seed: 1}"
+    config, report = made("a.yaml", text, overrides=overrides.split())
+    assert {key: config[section].get(key) for key in values} == values
+    excluded = {"training.max_steps=5": "num_train_epochs", "algorithm.type=grpo": "preset"}
+    assert excluded.get(overrides) not in config[section]
+    assert ("--task-module" in report.details["next"][0]) == (section != "data")
+
+
+def test_an_impossible_value_of_the_command_line_writes_no_file() -> None:
+    Path("a.yaml").write_text("num_generations: 8")
+    with pytest.raises(ConfigError, match="sed"):
+        init_from(Path("a.yaml"), overrides=["training.sed=3"])
+    assert not Path("a-groupwise.yaml").exists()
 
 
 def test_an_existing_file_is_kept() -> None:
