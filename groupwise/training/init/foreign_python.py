@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script
 from groupwise.core.terminal.text import shorten
+from groupwise.tasks.data.sources import ENDINGS
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
@@ -726,7 +728,13 @@ class _Reader:
             settings["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT_REMEDY)
             return
         path, split = value.arguments.get("path"), value.arguments.get("split")
-        if path != settings.get("dataset_name") or not isinstance(split, str):
+        trained_path, trained = settings.get("dataset_name"), settings.get("dataset_train_split")
+        if splits := _splits_of_folder(trained_path, path):
+            # A file by itself has only the split `train`, of which there may be a part: `train[:9]`.
+            settings["dataset_name"] = str(Path(str(path)).parent)
+            settings["dataset_train_split"] = f"{splits[0]}{str(trained or '')[len('train') :]}"
+            settings["dataset_test_split"] = f"{splits[1]}{str(split or '')[len('train') :]}"
+        elif path != trained_path or not isinstance(split, str):
             source = str(value.arguments["source"])
             settings["eval_dataset"] = Unread(
                 source, value.line, OTHER_DATASET_REASON, OTHER_DATASET_REMEDY
@@ -778,6 +786,20 @@ class _Reader:
         if rest:
             return f"{module.replace(':', '.')}:{rest}" if head in self.imported else value
         return module or f":{head}"
+
+
+def _splits_of_folder(trained: Any, held_out: Any) -> tuple[str, str] | None:
+    """The names under which one folder has these two files as splits; None if it does not."""
+    if not isinstance(trained, str) or not isinstance(held_out, str):
+        return None
+    files = Path(trained), Path(held_out)
+    first, second = (re.split(r"[.-]", file.name)[0] for file in files)
+    folder = files[0].parent
+    for split, file in zip((first, second), files, strict=True):
+        others = [*folder.glob(f"{split}[.-]*"), *folder.glob(f"data/{split}[.-]*")]
+        if [each for each in others if each.suffix in ENDINGS] != [file]:
+            return None
+    return (first, second) if first != second else None
 
 
 def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -590,21 +590,36 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
 )
 @pytest.mark.parametrize("rows", ["['a.jsonl', 'b.jsonl']", "'a.jsonl'"])
 def test_rows_from_files_of_their_own(files: str, rows: str) -> None:
-    """Several files together are loaded as the script loads them; a single one is named, and the file of held-out rows is reported."""
+    """Several files together are loaded as the script loads them; two single ones become two splits of their folder."""
     for name in ("a", "b", "held"):
         Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}))
     values, report = made("a.py", f"""from datasets import load_dataset
 def f(completions, **kwargs): return [0.0 for _ in completions]
 DATA = load_dataset("json", data_files={files.replace("FILES", rows)})
-GRPOTrainer("tiny", f, GRPOConfig(beta=0.1), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
+GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
     if rows[0] == "[":
         task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
         assert findings_of(report) == set()
         assert {str(each.prompt) for each in task.rl_examples(config)} == {"a", "b"}
         assert [str(each.prompt) for each in task.eval_examples(config)] == ["held"]
     else:
-        assert values["data"] == {"dataset_name": "a.jsonl"}
-        assert findings_of(report) == {"eval_dataset"}
+        split = {"dataset_split": "a", "dataset_test_split": "held"}
+        assert values["data"] == {"dataset_name": ".", **split}
+        assert findings_of(report) == set()
+
+
+@pytest.mark.parametrize(("train", "held_out"), [
+    ("a/train.jsonl", "b/test.jsonl"), ("a/my-train.jsonl", "a/my-test.jsonl"), ("a/train-1.jsonl", "a/test.jsonl"),
+])  # fmt: skip
+def test_files_that_are_no_splits_of_one_folder_are_reported(train: str, held_out: str) -> None:
+    for name in (train, held_out, "a/train.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("{}")
+    data = f"load_dataset('json', data_files={{'train': '{train}', 'test': '{held_out}'}})"
+    values, report = made("a.py", f"""D = {data}
+GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), D["train"], eval_dataset=D["test"])""")  # fmt: skip
+    assert values["data"] == {"dataset_name": train}
+    assert findings_of(report) == {"eval_dataset"}
 
 
 @pytest.mark.parametrize("name", ["callbacks", "optimizers"])
@@ -655,7 +670,8 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("use_vllm: true", "sampler.engine=vllm"),
     ("use_peft: true", "lora_dropout 0.05"), ("lora_r: 4\nlora_dropout: 0.1", "lora_dropout 0.1"),
     ("use_peft: true", "mostly q_proj and v_proj"),
-    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
+    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"),
+    ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
