@@ -26,6 +26,7 @@ from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.config import DatasetConfig
+from groupwise.tasks.data.success import part_of_success
 from groupwise.training.config import RunConfig, load_config, resolved_values
 from groupwise.training.init.choices import EXCLUDED_BY, Choice
 from groupwise.training.init.config_file import render
@@ -918,8 +919,32 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
         origin += f" Their parameters are from {', '.join(entries_text)}."
     translation.choose("rewards.reward_funcs", rewards, origin)
     translation.key_statuses |= {"reward_funcs": "taken"} if is_given else {}
-    if None not in weights:
+    is_weighted = None not in weights
+    if is_weighted:
         translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
+    if len(rewards) > 1 or (is_weighted and weights != [1]):
+        _choose_success_part(translation, rewards)
+
+
+def _choose_success_part(translation: Translation, rewards: list[Any]) -> None:
+    """Say which reward shows that a completion is right: a weighted total of several may be 1 without it."""
+    texts = [
+        str(cast("dict[str, Any]", entry)["name"] if isinstance(entry, dict) else entry)
+        for entry in rewards
+    ]
+    names = [text.rpartition(":")[2] for text in texts]
+    by_word = (name for name in names if re.search(r"correct|exact|right|solved", name))
+    part = part_of_success(names) or next(by_word, None)
+    if part is None:
+        translation.remark(
+            "eval.success_part",
+            "is not set: pass@k counts a completion as solved if the weighted total reaches 0.999. If one of "
+            f"{', '.join(names)} is 1 for a right answer, name it there",
+        )
+    else:
+        translation.choose(
+            "eval.success_part", part, "pass@k asks this reward, not the weighted total."
+        )
 
 
 def _reward_weights(translation: Translation, count: int) -> list[Any]:
@@ -1044,6 +1069,12 @@ def _translate_run(translation: Translation) -> None:
     _translate_sinks(translation)
     eval_steps = translation.take("eval_steps")
     strategy = translation.take("eval_strategy")
+    if _evaluates(translation) and "num_generations_eval" not in translation.settings:
+        translation.remark(
+            "eval_strategy",
+            "TRL draws num_generations completions of each held-out prompt, at the temperature of training. Here it is one, always "
+            "the most probable token; eval.samples_per_prompt and eval.temperature change that",
+        )
     if strategy == "steps":
         steps_key = "eval_steps" if eval_steps else "logging_steps"
         steps = translation.take(steps_key, 10)

@@ -622,6 +622,19 @@ GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), D["train"], eval_dataset=D["tes
     assert findings_of(report) == {"eval_dataset"}
 
 
+@pytest.mark.parametrize(("rewards", "part"), [
+    ("[m.short, m.exact_match]\nreward_weights: [0.2, 2]", "exact_match"), ("[m.accuracy]\nreward_weights: [2]", "accuracy"),
+    ("[m.short, m.long]", "is not set"), ("[accuracy, m.short]", "math_answer"), ("[m.exact]\nreward_weights: [1.0]", None),
+])  # fmt: skip
+def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: str | None) -> None:
+    config, report = small(f"reward_funcs: {rewards}")
+    said = [each.measured for each in report.findings if each.name == "eval.success_part"]
+    assert len(said) == (part is not None)
+    assert part is None or part in said[0]
+    chosen = None if part == "is not set" else part
+    assert config.get("eval", {}).get("success_part") == chosen
+
+
 @pytest.mark.parametrize("name", ["callbacks", "optimizers"])
 def test_what_runs_beside_the_trainer_is_reported_as_not_taken_over(name: str) -> None:
     _, report = made("a.py", f"GRPOTrainer('tiny', f, GRPOConfig(beta=0.1), {name}=[Own()])")
@@ -671,7 +684,7 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("use_peft: true", "lora_dropout 0.05"), ("lora_r: 4\nlora_dropout: 0.1", "lora_dropout 0.1"),
     ("use_peft: true", "mostly q_proj and v_proj"),
     ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"),
-    ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
+    ("eval_strategy: steps\neval_steps: 5", "one, always the most"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
