@@ -223,7 +223,8 @@ class _Reader:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self.imported[node.name] = f":{node.name}"
                 self.later.append(node)
-            case ast.ClassDef(body=body):
+            case ast.ClassDef(name, body=body):
+                self.imported[name] = f":{name}"
                 self.later += [
                     member
                     for member in body
@@ -531,14 +532,10 @@ class _Reader:
                 self._bind(target, self.value(value))
             case "dict", _:
                 return self._merge_arguments(node)
+            case "add_callback", [callback]:
+                self._add_callback(node, self.value(callback))
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
-                arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
-                action = arguments.get("action")
-                if action in ("store_true", "store_false"):
-                    arguments.setdefault("default", action == "store_false")
-                if _is_readable(arguments.get("default", _unread_node(node))):
-                    flag = str(arguments.get("dest", name[2:])).replace("-", "_")
-                    self.flags[flag] = arguments["default"]
+                self._add_flag(node, name[2:])
             case "replace", [_]:
                 arguments = self._read_arguments(node, ("",))
                 original = arguments.pop("")
@@ -556,6 +553,23 @@ class _Reader:
                 for expression in [*node.args, *(keyword.value for keyword in node.keywords)]:
                     self.value(expression)
         return _unread_node(node)
+
+    def _add_callback(self, node: ast.Call, added: Any) -> None:
+        trainer = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(trainer, ParsedCall):
+            callbacks: Any = trainer.arguments.get("callbacks") or []
+            is_list = isinstance(callbacks, list)
+            trainer.arguments["callbacks"] = [*callbacks, added] if is_list else callbacks
+
+    def _add_flag(self, node: ast.Call, name: str) -> None:
+        """Remember the default of a command-line option."""
+        arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
+        action = arguments.get("action")
+        if action in ("store_true", "store_false"):
+            arguments.setdefault("default", action == "store_false")
+        if _is_readable(arguments.get("default", _unread_node(node))):
+            flag = str(arguments.get("dest", name)).replace("-", "_")
+            self.flags[flag] = arguments["default"]
 
     def _merge_arguments(self, node: ast.Call) -> dict[str, Any]:
         """Merge the arguments of `dict(…)` and `update(…)`: dicts and keywords."""
@@ -632,6 +646,7 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
+            value = self._callback_names(value) if name == "callbacks" else value
             value = self._with_remedy(name, value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
@@ -641,6 +656,18 @@ class _Reader:
                 settings.setdefault(name, value)
             else:
                 settings[name] = value
+
+    def _callback_names(self, value: Any) -> Any:
+        """Callbacks by name, `:Class` for one of this file; the value as it is if one has arguments, is of TRL, or is not known."""
+        callbacks = cast("list[Any]", value) if isinstance(value, list) else [value]
+        names: list[str] = []
+        for callback in callbacks:
+            match = isinstance(callback, Unread) and re.fullmatch(r"(\w+)\(\)", callback.written)
+            name = self.imported.get(match[1], "") if match else ""
+            if not re.match(r"(?!trl\b)[\w.]*:", name):
+                return cast("Any", value)
+            names.append(name)
+        return names
 
     def _with_remedy(self, name: str, value: Any) -> Any:
         """If the trainer's arguments or its adapter are not known: with what to do, and what is taken in place of the adapter."""
@@ -697,6 +724,13 @@ class _Reader:
         """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
+        callbacks = settings.get("callbacks")
+        if isinstance(callbacks, list):
+            names = [str(name)[1:] for name in cast("list[Any]", callbacks) if str(name)[0] == ":"]
+            if copy_functions(source, names) is None:
+                settings["callbacks"] = Unread(", ".join(names), why="`{}` cannot be copied")
+            else:
+                own += names
         rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True

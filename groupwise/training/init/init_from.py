@@ -271,6 +271,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
         _translate_data,
         _translate_split,
         _translate_rewards,
+        _translate_callbacks,
         _translate_run,
     ):
         step(translation)
@@ -894,6 +895,13 @@ def _translate_rewards(translation: Translation) -> None:
                     'put it below `if __name__ == "__main__":`, or the rewards into a file of their own',
                 )
             )
+
+
+def _translate_callbacks(translation: Translation) -> None:
+    if names := translation.take("callbacks"):
+        module = translation.own_module
+        callbacks = [f"{module}{name}" if name.startswith(":") else name for name in names]
+        translation.choose("callbacks", callbacks, translation.origin("callbacks"))
 
 
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:

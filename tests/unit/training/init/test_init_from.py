@@ -635,6 +635,27 @@ def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: 
     assert config.get("eval", {}).get("success_part") == chosen
 
 
+@pytest.mark.parametrize(("callbacks", "names"), [
+    ("callbacks=[Stop()])", [":Stop"]), ("callbacks=[Early(), Stop()])", ["transformers:EarlyStoppingCallback", ":Stop"]),
+    (")\ntrainer.add_callback(Stop())", [":Stop"]),
+    ("callbacks=[Stop(3)])", None), ("callbacks=[Rich()])", None), ("callbacks=[Lost()])", None),
+])  # fmt: skip
+def test_callbacks_of_the_file_are_copied(callbacks: str, names: list[str] | None) -> None:
+    config, report = made("a.py", f"""from transformers import EarlyStoppingCallback as Early, TrainerCallback
+from trl import RichProgressCallback as Rich
+LIMIT = 2
+class Stop(TrainerCallback):
+    limit = LIMIT
+class Lost(TrainerCallback):
+    limit = parse_args().limit
+trainer = GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), {callbacks}""")  # fmt: skip
+    assert findings_of(report) == (set() if names else {"callbacks"})
+    if names:
+        expected = [f"a-groupwise.py{name}" if name[0] == ":" else name for name in names]
+        assert config["callbacks"] == expected
+        assert load("a-groupwise.py:Stop", instantiate=False).object.limit == 2
+
+
 @pytest.mark.parametrize("name", ["callbacks", "optimizers"])
 def test_what_runs_beside_the_trainer_is_reported_as_not_taken_over(name: str) -> None:
     _, report = made("a.py", f"GRPOTrainer('tiny', f, GRPOConfig(beta=0.1), {name}=[Own()])")
