@@ -273,6 +273,7 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
         _translate_rewards,
         _translate_callbacks,
         _translate_run,
+        _translate_eval_temperature,
     ):
         step(translation)
     for name, key in SAME_MEANING.items():
@@ -1106,6 +1107,13 @@ def _translate_run(translation: Translation) -> None:
             "hub_private_repo",
         }:
             translation.key_statuses[name] = "no effect"
+
+
+def _translate_eval_temperature(translation: Translation) -> None:
+    samples = translation.settings.get("num_generations_eval")
+    if isinstance(samples, int) and samples > 1:
+        temperature = translation.settings.get("temperature", 1.0)
+        translation.choose("eval.temperature", temperature, "TRL evaluates as it trains.")
 
 
 def _translate_sinks(translation: Translation) -> None:

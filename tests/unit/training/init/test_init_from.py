@@ -678,6 +678,13 @@ def test_dr_grpo_says_what_became_of_the_scale(scale: str) -> None:
     assert report.details["keys"]["scale_rewards"] == "taken"
 
 
+def test_several_completions_of_an_evaluation_have_the_temperature_of_training() -> None:
+    config, _ = small(
+        "num_generations_eval: 4\ntemperature: 0.7\neval_strategy: steps\neval_steps: 5"
+    )
+    assert config["eval"] == {"eval_steps": 5, "samples_per_prompt": 4, "temperature": 0.7}
+
+
 def test_texts_that_end_a_completion() -> None:
     config, report = small("generation_kwargs: {stop_strings: ['</a>'], min_new_tokens: 3}")
     assert config["sampler"]["stop"] == ["</a>"]
