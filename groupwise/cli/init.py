@@ -90,15 +90,19 @@ def init(
             "--task-module": task,
             "--model": model,
             "--for": command,
-            "key=value words": overrides,
             "--no-measure": no_measure or None,
         }
         if ignored := [name for name, value in other_options.items() if value is not None]:
             raise UsageError(
-                f"{', '.join(ignored)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
+                f"With --from, the file says everything: leave out {', '.join(ignored)}, or set single keys by key=value."
             )
         report = init_from(
-            foreign, processes=processes, out=out, force=force, on_finding=on_finding
+            foreign,
+            processes=processes,
+            overrides=tuple(overrides or ()),
+            out=out,
+            force=force,
+            on_finding=on_finding,
         )
     elif task is None or model is None:
         raise UsageError(

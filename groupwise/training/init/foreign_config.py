@@ -1,7 +1,8 @@
 """Reads the GRPO configs of TRL, open-r1 and Unsloth, in several file formats.
 
     .yaml, .yml, .json    its keys, also those inside sections; includes the output of GRPOConfig.to_dict()
-    .sh, .txt             the flags of a command, `--num_generations 8`, and the keys of the file that its `--config` names
+    .sh, .txt             the flags of a command, `--num_generations 8`, the keys of the file that its `--config` names, and the rewards and
+                          rows of the Python file that it runs
     .py, .ipynb           the literal arguments of GRPOConfig, LoraConfig, GRPOTrainer and Unsloth's loaders (foreign_python.py)
 
 No file is executed. A config of another framework is refused by name, with the equivalents of its keys.
@@ -13,7 +14,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +54,15 @@ GRPO_KEYS = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
 """Every GRPO config has at least one of these keys."""
+
+
+DEFAULT_FLAGS: Mapping[str, Any] = {
+    "dataset_config": None,
+    "dataset_train_split": "train",
+    "dataset_test_split": "test",
+    "eval_strategy": "no",
+}
+"""Flags of TRL's own scripts that decide about the rows, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +191,7 @@ def _parse_yaml(file: Path) -> dict[str, Any]:
 def _parse_command(file: Path, text: str) -> dict[str, Any]:
     """The flags of a script: `--name value`, `--name=value`, a bare `--name` (true), and `some.key=value`."""
     flags: dict[str, Any] = {}
+    scripts: list[str] = []
     for words in _split_commands(text):
         name = ""
         for word in words:
@@ -193,6 +204,7 @@ def _parse_command(file: Path, text: str) -> dict[str, Any]:
                 name = "" if flag[3] is not None else name
             elif word.endswith(".py") or word == "-m":
                 name = ""  # earlier flags belonged to the launcher
+                scripts += [word] if word.endswith(".py") else []
             elif name:
                 previous = flags[name]
                 if previous is True:
@@ -205,8 +217,31 @@ def _parse_command(file: Path, text: str) -> dict[str, Any]:
     config_path = flags.get("config")
     for path in (Path(str(config_path)), file.parent / str(config_path)):
         if config_path is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
-            return _parse_yaml(path) | flags
-    return flags
+            flags = _parse_yaml(path) | flags
+            break
+    return _of_scripts(file, scripts, flags) | flags
+
+
+def _of_scripts(file: Path, scripts: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the Python file that makes the trainer, of those that a command runs with these flags."""
+    places = [(Path(script), file.parent / script) for script in scripts]
+    found = [next(filter(Path.is_file, paths), None) for paths in places]
+    path = next((path for path in found if path and "GRPOTrainer" in path.read_text()), None)
+    if path is None:
+        missing = ", ".join(script for script, path in zip(scripts, found, strict=True) if not path)
+        why = "the command runs `{}`, and there is no such file"
+        unread = Unread(missing, 0, why, "Write the rewards into the config")
+        return {"reward_funcs": unread} if missing else {}
+    settings = of_python(path.read_text(), {**DEFAULT_FLAGS, **flags})
+    settings.pop("args", None)  # the trainer's arguments are the flags themselves
+    if "get_peft_config" in getattr(settings.get("peft_config"), "written", ""):
+        del settings["peft_config"]  # and so is its adapter
+    if OWN_FUNCTIONS not in settings and isinstance(settings.get("reward_funcs"), list):
+        settings["reward_funcs"] = [
+            f"{path}{name}" if str(name).startswith(":") else name
+            for name in settings["reward_funcs"]
+        ]
+    return settings
 
 
 def _split_commands(text: str) -> Iterator[list[str]]:

@@ -4,7 +4,8 @@ Importing a script may start its training, and imports TRL in each process that 
 are. They are copied into a new module, with the imports, constants and functions that they use. What the script does to the rows of its
 dataset (`map`, `filter`, `rename_column`) becomes the function `process_row` of that module, for `data.preprocessing_pipeline`. Rows that
 the script makes itself are returned by the hooks of a task, `get_rl_dataset` and `get_eval_dataset`, and the module is then a task file.
-Calls that seed random numbers are copied with the code of the rows, so that each process makes the same ones. Nothing of the script is run.
+Calls that seed random numbers are copied with the code of the rows, so that each process makes the same ones. So are statements that change
+in place what that code uses, such as `rows.append(row)` and `random.shuffle(rows)` (foreign_changes.py). Nothing of the script is run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from groupwise.core.plugins import called_name, runs_as_script, trains_when_imported
+from groupwise.training.init.foreign_changes import ChangesInPlace
 
 ROW = "process_row"
 """Name of the function that does to one row what the script does to all of them; see `free_name`."""
@@ -48,6 +50,11 @@ def copy_functions(
     statements = _statements_of_script(tree.body, arguments)
     bound = {node: set(_bound_names(node)) for node in statements}
     defined = set[str]().union(*bound.values())
+    # What is changed after the trainer has its rows does not matter to them.
+    changes_in_place = ChangesInPlace(statements)
+    makers = [index for index, node in enumerate(statements) if _makes_trainer(node)]
+    for node in statements[: makers[-1] if makers else None]:
+        bound[node] |= changes_in_place.of(node)
 
     def can_copy(names: set[str]) -> bool:
         if not names - vars(builtins).keys() <= defined:
@@ -128,15 +135,20 @@ def _statements_of_script(body: Sequence[ast.stmt], arguments: set[str]) -> list
     for node in body:
         if isinstance(node, ast.If) and runs_as_script(node.test):
             inner += _statements_of_script(node.body, arguments)
-        elif isinstance(node, ast.FunctionDef) and any(
-            isinstance(child, ast.Call) and called_name(child).endswith("GRPOTrainer")
-            for child in ast.walk(node)
-        ):
+        elif isinstance(node, ast.FunctionDef) and _makes_trainer(node):
             arguments |= {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
             inner += _statements_of_script(node.body, arguments)
         else:
             outer.append(node)
     return outer + inner
+
+
+def _makes_trainer(node: ast.stmt) -> bool:
+    """True for a statement that makes the trainer, or that holds one which does."""
+    return any(
+        isinstance(child, ast.Call) and called_name(child).endswith("GRPOTrainer")
+        for child in ast.walk(node)
+    )
 
 
 def _reads_command_line(node: ast.stmt) -> bool:
@@ -218,7 +230,7 @@ def _text(node: ast.stmt, lines: Sequence[str]) -> str:
 
 
 def _bound_names(node: ast.stmt) -> Iterator[str]:
-    """The names of the module that a statement defines or changes."""
+    """The names of the module that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
@@ -228,9 +240,6 @@ def _bound_names(node: ast.stmt) -> Iterator[str]:
             yield (child.asname or child.name).partition(".")[0]
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             yield from () if child in within else (child.id,)
-        elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store):
-            owner = child.value
-            yield owner.id if isinstance(owner, ast.Name) else ""
         elif isinstance(child, ast.FunctionDef | ast.ClassDef):
             yield child.name
 

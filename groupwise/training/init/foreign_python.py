@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.plugins import called_name, runs_as_script
 from groupwise.core.terminal.text import shorten
+from groupwise.tasks.data.sources import ENDINGS
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
 
@@ -75,6 +77,8 @@ OTHER_DATASET_REMEDY = (
     "If both are files, put them into one folder as train.jsonl and test.jsonl, and set data.dataset_name=FOLDER "
     "data.dataset_test_split=test; else leave data out, and return both from get_rl_dataset and get_eval_dataset of a task file"
 )
+COMMAND_REMEDY = "If its values come from the command line, give as --from the .sh file with the command, or the YAML of its --config"
+CONDITION_REASON = "its value depends on a condition, or changes in a loop"
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -96,6 +100,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: lambda a, b: a / b, ast.Pow: lambda a, b: a**b,
 }  # fmt: skip
 
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b, ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
+}  # fmt: skip
+
 
 MAX_SKIPPED_LINES = 9
 """Number of lines with invalid syntax for this Python version above which the file does not count as Python."""
@@ -112,8 +120,11 @@ CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
 
-def of_python(text: str) -> dict[str, Any]:
-    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python."""
+def of_python(text: str, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings under the names in the file. Raises SyntaxError or ValueError if it is not Python.
+
+    `flags`: those that the file is called with; None if that is not known.
+    """
     # Shell and IPython lines, which occur in exported notebooks.
     lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
     skipped_lines: dict[str, Any] = {}
@@ -134,7 +145,7 @@ def of_python(text: str) -> dict[str, Any]:
             indent = line[: len(line) - len(line.lstrip())]
             lines[line_number - 1] = "" if line.strip() == "pass" else f"{indent}pass"
         else:
-            reader = _Reader()
+            reader = _Reader(given_flags=flags)
             reader.read(tree.body)
             settings = reader.settings()
             makes_messages = reader.take_functions(settings, "\n".join(lines))
@@ -161,7 +172,10 @@ class _Reader:
     calls: list[ParsedCall] = field(default_factory=list[ParsedCall])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of command-line options."""
-    flags_read: set[str] = field(default_factory=set[str])
+    given_flags: Mapping[str, Any] | None = None
+    flag_reads: list[str] = field(default_factory=list[str])
+    branches: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Conditions that these defaults decide, with their lines, and whether they are true."""
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
@@ -209,14 +223,15 @@ class _Reader:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self.imported[node.name] = f":{node.name}"
                 self.later.append(node)
-            case ast.ClassDef(body=body):
+            case ast.ClassDef(name, body=body):
+                self.imported[name] = f":{name}"
                 self.later += [
                     member
                     for member in body
                     if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
                 ]
             case ast.If(test, body, orelse):
-                condition = True if runs_as_script(test) else self.value(test)
+                condition = True if runs_as_script(test) else self._condition(test)
                 if isinstance(condition, bool):
                     self._visit_block(body if condition else orelse)
                 else:
@@ -277,9 +292,10 @@ class _Reader:
                 values = cast("list[Any]", value) if isinstance(value, list) else []
                 has_all = len(values) == len(entries)
                 for index, entry in enumerate(entries):
+                    is_parsed = isinstance(value, Unread) and "parse" in value.written
                     fallback = (
-                        value
-                        if index == 0 and isinstance(value, ParsedCall)
+                        cast("Any", value)
+                        if is_parsed or (index == 0 and isinstance(value, ParsedCall))
                         else _unread_node(entry)
                     )
                     self._bind(entry, values[index] if has_all else fallback)
@@ -299,12 +315,18 @@ class _Reader:
         previous = target.get(name)
         is_new = name not in target and new_is_sure
         if self.unsure and not is_new and not (name in target and previous == value):
-            value = Unread(
-                name, node.lineno, "its value depends on a condition, or changes in a loop"
-            )
+            value = Unread(name, node.lineno, CONDITION_REASON)
         target[name] = value
 
     # Values
+
+    def _condition(self, test: ast.expr) -> Any:
+        """The value of a condition. If flags decide it, it is remembered for the report."""
+        flags_before = len(self.flag_reads)
+        condition = self.value(test)
+        if isinstance(condition, bool) and len(self.flag_reads) > flags_before:
+            self.branches[f"`{ast.unparse(test)}` in line {test.lineno}"] = condition
+        return condition
 
     def value(self, node: ast.expr) -> Any:
         """A plain value (which may contain unread ones), a `ParsedCall`, or an `Unread`."""
@@ -333,14 +355,31 @@ class _Reader:
             case ast.Call():
                 return self._read_call(node)
             case _:
-                return _unread_node(node)
+                return self._read_test(node)
+
+    def _read_test(self, node: ast.expr) -> Any:
+        """The value of a comparison or of `a if test else b`."""
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+            sides = [self.value(node.left), *map(self.value, node.comparators)]
+            if len(sides) == 2 and all(map(_is_readable, sides)):
+                return _COMPARISONS[type(node.ops[0])](*sides)
+        if not isinstance(node, ast.IfExp):
+            return _unread_node(node)
+        condition = self._condition(node.test)
+        if isinstance(condition, bool):
+            return self.value(node.body if condition else node.orelse)
+        for branch in (node.body, node.orelse):  # for the calls in them
+            self.value(branch)
+        return Unread(ast.unparse(node), node.lineno, CONDITION_REASON)
 
     def _read_attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
         if isinstance(owner, ParsedCall):
             return owner.arguments.get(name, _unread_node(node))
-        if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
-            self.flags_read.add(name)
-            return self.flags[name]
+        if isinstance(owner, Unread) and "parse" in owner.written:
+            flags = self.flags | dict(self.given_flags or {})
+            if name in flags:
+                self.flag_reads.append(name)
+                return flags[name]
         return _unread_node(node)
 
     def _read_unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
@@ -493,10 +532,10 @@ class _Reader:
                 self._bind(target, self.value(value))
             case "dict", _:
                 return self._merge_arguments(node)
+            case "add_callback", [callback]:
+                self._add_callback(node, self.value(callback))
             case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
-                arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
-                if _is_readable(arguments.get("default", _unread_node(node))):
-                    self.flags[name[2:].replace("-", "_")] = arguments["default"]
+                self._add_flag(node, name[2:])
             case "replace", [_]:
                 arguments = self._read_arguments(node, ("",))
                 original = arguments.pop("")
@@ -514,6 +553,23 @@ class _Reader:
                 for expression in [*node.args, *(keyword.value for keyword in node.keywords)]:
                     self.value(expression)
         return _unread_node(node)
+
+    def _add_callback(self, node: ast.Call, added: Any) -> None:
+        trainer = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(trainer, ParsedCall):
+            callbacks: Any = trainer.arguments.get("callbacks") or []
+            is_list = isinstance(callbacks, list)
+            trainer.arguments["callbacks"] = [*callbacks, added] if is_list else callbacks
+
+    def _add_flag(self, node: ast.Call, name: str) -> None:
+        """Remember the default of a command-line option."""
+        arguments = self._read_arguments(ast.Call(node.func, [], node.keywords), ())
+        action = arguments.get("action")
+        if action in ("store_true", "store_false"):
+            arguments.setdefault("default", action == "store_false")
+        if _is_readable(arguments.get("default", _unread_node(node))):
+            flag = str(arguments.get("dest", name)).replace("-", "_")
+            self.flags[flag] = arguments["default"]
 
     def _merge_arguments(self, node: ast.Call) -> dict[str, Any]:
         """Merge the arguments of `dict(…)` and `update(…)`: dicts and keywords."""
@@ -561,9 +617,13 @@ class _Reader:
             if kind in ("GRPOConfig", "GRPOTrainer") and other_lines:
                 why = f"that of line {last_line} is read instead"
                 settings[f"{kind} of line {', '.join(other_lines[:9])}"] = Unread(kind, 0, why)
-        if self.flags_read:
+        if self.flag_reads and self.given_flags is None:
             why = "what it gives is not known, and the defaults are taken of "
-            settings["command line"] = Unread("", 0, why + ", ".join(sorted(self.flags_read)))
+            why += ", ".join(sorted({*self.flag_reads}))
+            if self.branches:
+                branches = [f"{test} is {is_true}" for test, is_true in self.branches.items()]
+                why += f". So {', '.join(branches)}"
+            settings["command line"] = Unread("", 0, why)
         return settings
 
     def _take_settings(
@@ -586,6 +646,8 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
+            value = self._callback_names(value) if name == "callbacks" else value
+            value = self._with_remedy(name, value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
@@ -594,6 +656,31 @@ class _Reader:
                 settings.setdefault(name, value)
             else:
                 settings[name] = value
+
+    def _callback_names(self, value: Any) -> Any:
+        """Callbacks by name, `:Class` for one of this file; the value as it is if one has arguments, is of TRL, or is not known."""
+        callbacks = cast("list[Any]", value) if isinstance(value, list) else [value]
+        names: list[str] = []
+        for callback in callbacks:
+            match = isinstance(callback, Unread) and re.fullmatch(r"(\w+)\(\)", callback.written)
+            name = self.imported.get(match[1], "") if match else ""
+            if not re.match(r"(?!trl\b)[\w.]*:", name):
+                return cast("Any", value)
+            names.append(name)
+        return names
+
+    def _with_remedy(self, name: str, value: Any) -> Any:
+        """If the trainer's arguments or its adapter are not known: with what to do, and what is taken in place of the adapter."""
+        if not isinstance(value, Unread) or name not in ("args", "peft_config"):
+            return value
+        lines = [call.line for call in self.calls if call.kind == "LoraConfig"]
+        if name == "args":
+            remedy = COMMAND_REMEDY
+        elif lines:
+            remedy = f"lora is taken from the LoraConfig of line {lines[-1]}; if the run has no adapter, set lora: null"
+        else:
+            remedy = "lora is null, which trains all weights; if the run has an adapter, write lora.r and lora.alpha"
+        return replace(value, remedy=remedy)
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
@@ -637,6 +724,13 @@ class _Reader:
         """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
+        callbacks = settings.get("callbacks")
+        if isinstance(callbacks, list):
+            names = [str(name)[1:] for name in cast("list[Any]", callbacks) if str(name)[0] == ":"]
+            if copy_functions(source, names) is None:
+                settings["callbacks"] = Unread(", ".join(names), why="`{}` cannot be copied")
+            else:
+                own += names
         rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True
@@ -649,11 +743,10 @@ class _Reader:
             written = {ROWS: rows.written}
             if isinstance(held_out, Unread):
                 written[HELD_OUT_ROWS] = held_out.written
-            # By their variables, what is done to the rows is done once. If one cannot be copied, its expression is.
+            # By their variables, what is done to the rows is done once, and what changes them in place is not lost.
             arguments = {ROWS: "train_dataset", HELD_OUT_ROWS: "eval_dataset"}
-            by_name = {hook: self.variables.get(arguments[hook], written[hook]) for hook in written}
-            for hooks in (by_name, written):
-                copied = copied or copy_functions(source, own, hooks=hooks)
+            hooks = {hook: self.variables.get(arguments[hook], written[hook]) for hook in written}
+            copied = copy_functions(source, own, hooks=hooks)
             for name in ("train_dataset", "eval_dataset") if copied else ():
                 settings.pop(name, None)
         if copied is None:
@@ -669,7 +762,13 @@ class _Reader:
             settings["eval_dataset"] = Unread(_as_source(value), line, remedy=HELD_OUT_REMEDY)
             return
         path, split = value.arguments.get("path"), value.arguments.get("split")
-        if path != settings.get("dataset_name") or not isinstance(split, str):
+        trained_path, trained = settings.get("dataset_name"), settings.get("dataset_train_split")
+        if splits := _splits_of_folder(trained_path, path):
+            # A file by itself has only the split `train`, of which there may be a part: `train[:9]`.
+            settings["dataset_name"] = str(Path(str(path)).parent)
+            settings["dataset_train_split"] = f"{splits[0]}{str(trained or '')[len('train') :]}"
+            settings["dataset_test_split"] = f"{splits[1]}{str(split or '')[len('train') :]}"
+        elif path != trained_path or not isinstance(split, str):
             source = str(value.arguments["source"])
             settings["eval_dataset"] = Unread(
                 source, value.line, OTHER_DATASET_REASON, OTHER_DATASET_REMEDY
@@ -721,6 +820,20 @@ class _Reader:
         if rest:
             return f"{module.replace(':', '.')}:{rest}" if head in self.imported else value
         return module or f":{head}"
+
+
+def _splits_of_folder(trained: Any, held_out: Any) -> tuple[str, str] | None:
+    """The names under which one folder has these two files as splits; None if it does not."""
+    if not isinstance(trained, str) or not isinstance(held_out, str):
+        return None
+    files = Path(trained), Path(held_out)
+    first, second = (re.split(r"[.-]", file.name)[0] for file in files)
+    folder = files[0].parent
+    for split, file in zip((first, second), files, strict=True):
+        others = [*folder.glob(f"{split}[.-]*"), *folder.glob(f"data/{split}[.-]*")]
+        if [each for each in others if each.suffix in ENDINGS] != [file]:
+            return None
+    return (first, second) if first != second else None
 
 
 def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,14 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Finding, Findings, OnFinding, Report
 from groupwise.core.plugins import trains_when_imported
+from groupwise.core.settings.overrides import parse_override
 from groupwise.core.settings.schema import foreign_key
 from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.config import DatasetConfig
+from groupwise.tasks.data.success import part_of_success
 from groupwise.training.config import RunConfig, load_config, resolved_values
-from groupwise.training.init.choices import Choice
+from groupwise.training.init.choices import EXCLUDED_BY, Choice
 from groupwise.training.init.config_file import render
 from groupwise.training.init.foreign_config import ForeignConfig, read_foreign
 from groupwise.training.init.foreign_names import (
@@ -124,13 +126,15 @@ def init_from(
     file: Path,
     *,
     processes: int | None = None,
+    overrides: Sequence[str] = (),
     out: Path | None = None,
     force: bool = False,
     on_finding: OnFinding | None = None,
 ) -> Report:
     """Translate a foreign config into a file of ours: the command `groupwise init --from`.
 
-    `processes` is the number of devices of the foreign run, for each of which its batch sizes count. Raises `UsageError`.
+    `processes` is the number of devices of the foreign run, for each of which its batch sizes count. `overrides`, `key=value`, take
+    precedence over the file. Raises `UsageError`, and `ConfigError` for overrides that cannot be.
     """
     foreign = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
@@ -151,6 +155,7 @@ def init_from(
     translation = translate(
         file, foreign, processes or _device_count(foreign.settings), str(own_module)
     )
+    _apply_overrides(translation, overrides)
     beside: list[Path] = []
     if foreign.own_functions:
         beside.append(functions)
@@ -167,8 +172,9 @@ def init_from(
     for choice in translation.choices.values():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.extend(translation.findings)
+    sections = list(RunConfig.model_fields)
     choices = sorted(
-        translation.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0])
+        translation.choices.values(), key=lambda choice: sections.index(choice.path[0])
     )
     given = ""
     rows = foreign.settings.get("train_dataset")
@@ -198,6 +204,33 @@ def init_from(
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
 
 
+def _apply_overrides(translation: Translation, overrides: Sequence[str]) -> None:
+    """Replace what was translated by the user's own values, and drop what these exclude. Raises ConfigError."""
+    excluded_by = EXCLUDED_BY | {("algorithm", "preset"): ("algorithm", "type")}
+    for path, value in map(parse_override, overrides):
+        chosen = [choice for choice in translation.choices.values() if choice.key != ".".join(path)]
+        for choice in chosen:
+            is_section = path[: len(choice.path)] == choice.path  # such as `lora: null`
+            is_within = choice.path[: len(path)] == path
+            is_excluded = value is not None and excluded_by.get(choice.path) == path
+            if is_section or is_within or is_excluded:
+                del translation.choices[choice.key]
+        translation.choose(".".join(path), value, "given on the command line")
+    if overrides:
+        load_config(_tree(translation))
+
+
+def _tree(translation: Translation) -> dict[str, Any]:
+    """The config so far."""
+    tree: dict[str, Any] = {}
+    for choice in translation.choices.values():
+        section = tree
+        for part in choice.path[:-1]:
+            section = section.setdefault(part, {})
+        section[choice.path[-1]] = choice.value
+    return tree
+
+
 def _is_ours(module: Path) -> bool:
     """True if an earlier `init` has written this module."""
     return module.read_bytes().startswith(OF_INIT.encode())
@@ -211,7 +244,6 @@ COUNTED_IN_STEPS = (
     "run.logging_steps",
 )
 """Keys whose value is a number of steps."""
-SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
 
 
 # --- translating ---------------------------------------------------------------------------------
@@ -222,7 +254,11 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
     translation = Translation(file, {}, processes, foreign.written, own_module)
     for name, value in foreign.settings.items():
         _read_key(translation, name, value)
-    translation.open_r1 = is_open_r1(foreign.settings) and file.suffix not in (".py", ".ipynb")
+    translation.open_r1 = (
+        is_open_r1(foreign.settings)
+        and file.suffix not in (".py", ".ipynb")
+        and not foreign.own_functions
+    )
     for step in (
         _translate_model,
         _translate_lora,
@@ -235,7 +271,9 @@ def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: st
         _translate_data,
         _translate_split,
         _translate_rewards,
+        _translate_callbacks,
         _translate_run,
+        _translate_eval_temperature,
     ):
         step(translation)
     for name, key in SAME_MEANING.items():
@@ -284,7 +322,8 @@ def _report_ineffective_keys(translation: Translation) -> None:
 def _read_key(translation: Translation, name: str, value: Any) -> None:
     """Keep a usable value; for any other, set the status of its key."""
     parsed_value = _parse_number(name, value)
-    has_no_effect = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+    decide = ("train_dataset", "eval_dataset", "peft_config", "args")
+    has_no_effect = (name in WITHOUT_EFFECT and name not in decide) or (
         name == "model_name_or_path" and translation.file.suffix == ".py"
     )
     if name in MAY_BE_NULL and (value is None or value == 0):
@@ -319,14 +358,8 @@ def _device_count(settings: Mapping[str, Any]) -> int:
 def _leave_out_invalid_values(translation: Translation) -> None:
     """Leave out the values that no config of ours can have, and report why."""
     for _ in range(len(translation.choices)):
-        tree: dict[str, Any] = {}
-        for choice in translation.choices.values():
-            section = tree
-            for part in choice.path[:-1]:
-                section = section.setdefault(part, {})
-            section[choice.path[-1]] = choice.value
         try:
-            load_config(tree)
+            load_config(_tree(translation))
             return
         except ConfigError as error:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
@@ -865,6 +898,13 @@ def _translate_rewards(translation: Translation) -> None:
             )
 
 
+def _translate_callbacks(translation: Translation) -> None:
+    if names := translation.take("callbacks"):
+        module = translation.own_module
+        callbacks = [f"{module}{name}" if name.startswith(":") else name for name in names]
+        translation.choose("callbacks", callbacks, translation.origin("callbacks"))
+
+
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:
     # Keys of the file that became parameters of a reward are taken; the others equal the default.
     dict_entries = [cast("dict[str, Any]", entry) for entry in rewards if isinstance(entry, dict)]
@@ -888,8 +928,32 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
         origin += f" Their parameters are from {', '.join(entries_text)}."
     translation.choose("rewards.reward_funcs", rewards, origin)
     translation.key_statuses |= {"reward_funcs": "taken"} if is_given else {}
-    if None not in weights:
+    is_weighted = None not in weights
+    if is_weighted:
         translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
+    if len(rewards) > 1 or (is_weighted and weights != [1]):
+        _choose_success_part(translation, rewards)
+
+
+def _choose_success_part(translation: Translation, rewards: list[Any]) -> None:
+    """Say which reward shows that a completion is right: a weighted total of several may be 1 without it."""
+    texts = [
+        str(cast("dict[str, Any]", entry)["name"] if isinstance(entry, dict) else entry)
+        for entry in rewards
+    ]
+    names = [text.rpartition(":")[2] for text in texts]
+    by_word = (name for name in names if re.search(r"correct|exact|right|solved", name))
+    part = part_of_success(names) or next(by_word, None)
+    if part is None:
+        translation.remark(
+            "eval.success_part",
+            "is not set: pass@k counts a completion as solved if the weighted total reaches 0.999. If one of "
+            f"{', '.join(names)} is 1 for a right answer, name it there",
+        )
+    else:
+        translation.choose(
+            "eval.success_part", part, "pass@k asks this reward, not the weighted total."
+        )
 
 
 def _reward_weights(translation: Translation, count: int) -> list[Any]:
@@ -1014,6 +1078,12 @@ def _translate_run(translation: Translation) -> None:
     _translate_sinks(translation)
     eval_steps = translation.take("eval_steps")
     strategy = translation.take("eval_strategy")
+    if _evaluates(translation) and "num_generations_eval" not in translation.settings:
+        translation.remark(
+            "eval_strategy",
+            "TRL draws num_generations completions of each held-out prompt, at the temperature of training. Here it is one, always "
+            "the most probable token; eval.samples_per_prompt and eval.temperature change that",
+        )
     if strategy == "steps":
         steps_key = "eval_steps" if eval_steps else "logging_steps"
         steps = translation.take(steps_key, 10)
@@ -1037,6 +1107,13 @@ def _translate_run(translation: Translation) -> None:
             "hub_private_repo",
         }:
             translation.key_statuses[name] = "no effect"
+
+
+def _translate_eval_temperature(translation: Translation) -> None:
+    samples = translation.settings.get("num_generations_eval")
+    if isinstance(samples, int) and samples > 1:
+        temperature = translation.settings.get("temperature", 1.0)
+        translation.choose("eval.temperature", temperature, "TRL evaluates as it trains.")
 
 
 def _translate_sinks(translation: Translation) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.trainer_utils import SchedulerType
 
-from groupwise.core.errors import UsageError
+from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.findings import Report
 from groupwise.core.plugins import load
 from groupwise.core.settings.tree import read_yaml
@@ -414,6 +414,124 @@ GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows{held_out}).t
         assert held == [prompt.replace("+", end) for prompt in prompts]
 
 
+IN_PLACE = """
+import json, random
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def add(rows, text): rows.append({"prompt": text})
+shared = [{"prompt": "s"}]
+def share(): shared.append({"prompt": "t"})
+random.seed(3)
+def main():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    STATEMENT
+    trainer = GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=Dataset.from_list(rows))
+    rows.clear()
+    trainer.train()
+main()
+"""
+
+
+@pytest.mark.parametrize(("statement", "prompts"), [
+    ("for n in range(2): rows.append({'prompt': str(n)})", "ab01"), ("rows.extend({'prompt': c} for c in 'cd')", "abcd"),
+    ("rows[0] = {'prompt': 'c'}", "cb"), ("rows[0]['prompt'] = 'c'", "cb"), ("del rows[0]", "b"), ("rows += rows[:1]", "aba"),
+    ("for row in rows: row['prompt'] += row['prompt']", "aabb"), ("for i, row in enumerate(rows): row.update(prompt=str(i))", "01"),
+    ("again = rows; again.append({'prompt': 'c'})", "abc"), ("first = rows.pop()", "a"), ("rows.reverse()", "ba"),
+    ("random.shuffle(rows); rows = rows[:1]", "b"), ("rows.sort(key=lambda row: -ord(row['prompt']))", "ba"),
+    ("add(rows, 'c')", "abc"), ("done = add(rows, text='c')", "abc"), ("share(); rows = shared[1:]", "t"),
+    ("if rows: add(rows, 'c')", "abc"), ("while len(rows) < 3: add(rows, 'c')", "abc"), ("(lambda: rows.append({'prompt': 'c'}))()", "abc"),
+    ("with open('a.jsonl') as f: [rows.append(json.loads(line)) for line in f]", "abj"), ("rows[1:] = []", "a"),
+    ("texts = iter('hj'); head = next(texts); rows = [{'prompt': each} for each in texts]", "j"),
+    ("extra = {}; extra['rows'] = rows[:1]; rows = extra['rows']", "a"),
+])  # fmt: skip
+def test_statements_that_change_rows_in_place_are_copied(statement: str, prompts: str) -> None:
+    Path("a.jsonl").write_text('{"prompt": "j"}\n')
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", statement))
+    assert findings_of(report) == set()
+    rows = load("a-groupwise.py:get_rl_dataset").object(load_config("a-groupwise.yaml").config)
+    assert "".join(str(row["prompt"]) for row in rows) == prompts
+
+
+def test_a_change_in_place_that_cannot_be_copied_is_reported() -> None:
+    change = "if HfArgumentParser().parse_args().short: rows.pop()"
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", change))
+    assert findings_of(report) == {"train_dataset"}
+    assert "--task-module TASK.py" in report.details["next"][0]
+
+
+ADAPTER = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--full", action="store_true")
+parser.add_argument("--lora", default=False)
+args = parser.parse_args()
+%s
+GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), peft_config=peft)
+"""
+
+
+@pytest.mark.parametrize(("adapter", "lora", "said"), [
+    ("peft = None\nif not args.full: peft = LoraConfig(r=4)", {"r": 4, "alpha": 8}, "`not args.full` in line 7 is True"),
+    ("peft = None\nif args.lora: peft = LoraConfig(r=4)", None, "`args.lora` in line 7 is False"),
+    ("peft = LoraConfig(r=4) if args.lora else None", None, "`args.lora` in line 6 is False"),
+    ("peft = LoraConfig(r=4) if cuda() else None", {"r": 4, "alpha": 8}, "line 6: its value depends"),
+    ("peft = None\nif cuda(): peft = LoraConfig(r=4)", {"r": 4, "alpha": 8}, "line 7: its value depends"),
+    ("peft = get_peft_config(model_args)", None, "lora is null"),
+])  # fmt: skip
+def test_an_adapter_that_depends_on_a_condition_is_reported(adapter: str, lora: Any, said: str) -> None:  # fmt: skip
+    config, report = made("a.py", ADAPTER % adapter)
+    assert config["lora"] == lora
+    (finding,) = [each for each in report.findings if said in each.measured]
+    assert finding.level == "warning"
+    assert findings_of(report) == {finding.name}
+
+
+PARSED = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+MARK = "="
+def right(completions, **kwargs): return [float(MARK in each) for each in completions]
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    rows = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    rows = rows.map(lambda row: {"prompt": row["q"] + MARK})
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path, args=training_args, reward_funcs=[right], peft_config=get_peft_config(model_args),
+        train_dataset=rows[script_args.dataset_train_split],
+        eval_dataset=rows[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None)
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize(("more", "data"), [
+    ("", {}), ("--eval_strategy steps --eval_steps 3", {"dataset_test_split": "test"}),
+    ("--dataset_config b --dataset_train_split x", {"dataset_config": "b", "dataset_split": "x"}),
+])  # fmt: skip
+def test_rewards_and_rows_of_the_script_that_a_command_runs(more: str, data: Any) -> None:
+    Path("a.py").write_text(PARSED)
+    flags = "--model_name_or_path tiny --dataset_name d/e --num_generations 4 --use_peft --lora_r 8"
+    Path("prepare.py").write_text("rows()")
+    config, report = made("a.sh", f"python prepare.py\naccelerate launch a.py {flags} {more}")
+    assert (config["model"], config["lora"]["r"]) == ({"name": "tiny"}, 8)
+    assert config["training"]["num_generations"] == 4
+    assert config["rewards"] == {"reward_funcs": ["a-groupwise.py:right"]}
+    pipeline = {"preprocessing_pipeline": "a-groupwise.py:process_row"}
+    assert config["data"] == {"dataset_name": "d/e", **pipeline, **data}
+    assert load("a-groupwise.py:process_row").object({"q": "1"}) == {"q": "1", "prompt": "1="}
+    assert findings_of(report) == set()
+
+
+def test_what_the_command_line_would_say_is_reported_and_so_is_a_script_that_is_not_there() -> None:
+    _, report = made("a.py", PARSED)
+    lost = {"args", "model", "peft_config", "train_dataset", "eval_dataset"}
+    assert findings_of(report) == lost
+    (arguments,) = [each for each in report.findings if each.name == "args"]
+    assert ".sh file" in arguments.measured
+    _, report = made("a.sh", "python gone.py --model_name_or_path tiny --num_generations 4")
+    assert findings_of(report) == {"reward_funcs"}
+
+
 SEEDS = "import random, numpy\nfrom transformers import set_seed as fix_seed\nSEED = 42\n"
 
 
@@ -472,21 +590,70 @@ GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dat
 )
 @pytest.mark.parametrize("rows", ["['a.jsonl', 'b.jsonl']", "'a.jsonl'"])
 def test_rows_from_files_of_their_own(files: str, rows: str) -> None:
-    """Several files together are loaded as the script loads them; a single one is named, and the file of held-out rows is reported."""
+    """Several files together are loaded as the script loads them; two single ones become two splits of their folder."""
     for name in ("a", "b", "held"):
         Path(f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "2"}))
     values, report = made("a.py", f"""from datasets import load_dataset
 def f(completions, **kwargs): return [0.0 for _ in completions]
 DATA = load_dataset("json", data_files={files.replace("FILES", rows)})
-GRPOTrainer("tiny", f, GRPOConfig(beta=0.1), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
+GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), DATA["x"].shuffle(seed=1), eval_dataset=DATA["y"]).train()""")  # fmt: skip
     if rows[0] == "[":
         task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
         assert findings_of(report) == set()
         assert {str(each.prompt) for each in task.rl_examples(config)} == {"a", "b"}
         assert [str(each.prompt) for each in task.eval_examples(config)] == ["held"]
     else:
-        assert values["data"] == {"dataset_name": "a.jsonl"}
-        assert findings_of(report) == {"eval_dataset"}
+        split = {"dataset_split": "a", "dataset_test_split": "held"}
+        assert values["data"] == {"dataset_name": ".", **split}
+        assert findings_of(report) == set()
+
+
+@pytest.mark.parametrize(("train", "held_out"), [
+    ("a/train.jsonl", "b/test.jsonl"), ("a/my-train.jsonl", "a/my-test.jsonl"), ("a/train-1.jsonl", "a/test.jsonl"),
+])  # fmt: skip
+def test_files_that_are_no_splits_of_one_folder_are_reported(train: str, held_out: str) -> None:
+    for name in (train, held_out, "a/train.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("{}")
+    data = f"load_dataset('json', data_files={{'train': '{train}', 'test': '{held_out}'}})"
+    values, report = made("a.py", f"""D = {data}
+GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), D["train"], eval_dataset=D["test"])""")  # fmt: skip
+    assert values["data"] == {"dataset_name": train}
+    assert findings_of(report) == {"eval_dataset"}
+
+
+@pytest.mark.parametrize(("rewards", "part"), [
+    ("[m.short, m.exact_match]\nreward_weights: [0.2, 2]", "exact_match"), ("[m.accuracy]\nreward_weights: [2]", "accuracy"),
+    ("[m.short, m.long]", "is not set"), ("[accuracy, m.short]", "math_answer"), ("[m.exact]\nreward_weights: [1.0]", None),
+])  # fmt: skip
+def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: str | None) -> None:
+    config, report = small(f"reward_funcs: {rewards}")
+    said = [each.measured for each in report.findings if each.name == "eval.success_part"]
+    assert len(said) == (part is not None)
+    assert part is None or part in said[0]
+    chosen = None if part == "is not set" else part
+    assert config.get("eval", {}).get("success_part") == chosen
+
+
+@pytest.mark.parametrize(("callbacks", "names"), [
+    ("callbacks=[Stop()])", [":Stop"]), ("callbacks=[Early(), Stop()])", ["transformers:EarlyStoppingCallback", ":Stop"]),
+    (")\ntrainer.add_callback(Stop())", [":Stop"]),
+    ("callbacks=[Stop(3)])", None), ("callbacks=[Rich()])", None), ("callbacks=[Lost()])", None),
+])  # fmt: skip
+def test_callbacks_of_the_file_are_copied(callbacks: str, names: list[str] | None) -> None:
+    config, report = made("a.py", f"""from transformers import EarlyStoppingCallback as Early, TrainerCallback
+from trl import RichProgressCallback as Rich
+LIMIT = 2
+class Stop(TrainerCallback):
+    limit = LIMIT
+class Lost(TrainerCallback):
+    limit = parse_args().limit
+trainer = GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), {callbacks}""")  # fmt: skip
+    assert findings_of(report) == (set() if names else {"callbacks"})
+    if names:
+        expected = [f"a-groupwise.py{name}" if name[0] == ":" else name for name in names]
+        assert config["callbacks"] == expected
+        assert load("a-groupwise.py:Stop", instantiate=False).object.limit == 2
 
 
 @pytest.mark.parametrize("name", ["callbacks", "optimizers"])
@@ -509,6 +676,13 @@ def test_dr_grpo_says_what_became_of_the_scale(scale: str) -> None:
     ]
     assert finding.name == "scale_rewards"
     assert report.details["keys"]["scale_rewards"] == "taken"
+
+
+def test_several_completions_of_an_evaluation_have_the_temperature_of_training() -> None:
+    config, _ = small(
+        "num_generations_eval: 4\ntemperature: 0.7\neval_strategy: steps\neval_steps: 5"
+    )
+    assert config["eval"] == {"eval_steps": 5, "samples_per_prompt": 4, "temperature": 0.7}
 
 
 def test_texts_that_end_a_completion() -> None:
@@ -537,7 +711,8 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("use_vllm: true", "sampler.engine=vllm"),
     ("use_peft: true", "lora_dropout 0.05"), ("lora_r: 4\nlora_dropout: 0.1", "lora_dropout 0.1"),
     ("use_peft: true", "mostly q_proj and v_proj"),
-    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
+    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"),
+    ("eval_strategy: steps\neval_steps: 5", "one, always the most"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
@@ -622,6 +797,29 @@ def test_files_that_are_no_such_config(name: str, text: str, said: str) -> None:
     Path(name).write_text(text)
     with pytest.raises(UsageError, match=said):
         init_from(Path(name))
+
+
+@pytest.mark.parametrize(("overrides", "section", "values"), [
+    ("training.seed=3 training.learning_rate=1e-4", "training", {"seed": 3, "learning_rate": 1e-4}),
+    ("lora.r=4 lora.alpha=9", "lora", {"r": 4, "alpha": 9}), ("training.max_steps=5", "training", {"max_steps": 5}),
+    ("algorithm.type=grpo", "algorithm", {"type": "grpo"}), ("data.dataset_name=x.jsonl", "data", {"dataset_name": "x.jsonl"}),
+])  # fmt: skip
+def test_values_of_the_command_line_replace_those_of_the_file(
+    overrides: str, section: str, values: dict[str, Any]
+) -> None:
+    text = "{model_name_or_path: tiny, num_generations: 8, num_train_epochs: 2, seed: 1}"
+    config, report = made("a.yaml", text, overrides=overrides.split())
+    assert {key: config[section].get(key) for key in values} == values
+    excluded = {"training.max_steps=5": "num_train_epochs", "algorithm.type=grpo": "preset"}
+    assert excluded.get(overrides) not in config[section]
+    assert ("--task-module" in report.details["next"][0]) == (section != "data")
+
+
+def test_an_impossible_value_of_the_command_line_writes_no_file() -> None:
+    Path("a.yaml").write_text("num_generations: 8")
+    with pytest.raises(ConfigError, match="sed"):
+        init_from(Path("a.yaml"), overrides=["training.sed=3"])
+    assert not Path("a-groupwise.yaml").exists()
 
 
 def test_an_existing_file_is_kept() -> None:
