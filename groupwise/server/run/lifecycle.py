@@ -208,6 +208,15 @@ class RunLifecycle:
                 raise Refusal("settings_conflict", detail, field="run_name", problem=message)
             merged = _merge_settings(row_of_run.settings, request)
             open_request = await self._checked_request(merged)
+            done = await self._ledger.do(steps.next_step, row_of_run.run)
+            if done >= merged.max_steps:
+                message = (
+                    f"is {merged.max_steps}, but {row_of_run.run} has taken {done} steps. Give a "
+                    "larger max_steps to continue it, or begin a new run with its weights by "
+                    f"resume_from: {row_of_run.run}@{done}"
+                )
+                detail = f"max_steps {message}."
+                raise Refusal("settings_conflict", detail, field="max_steps", problem=message)
             config = _with_run(open_request.config, name=row_of_run.run)
             return (
                 OpenRun(config, merged.max_prompt_length, run=row_of_run.run),

@@ -307,6 +307,20 @@ async def test_refused_completion_requests_name_the_field(tmp_path: Path) -> Non
             assert [error.field for error in refusal.errors] == [field]
 
 
+async def test_a_run_that_has_all_its_steps_is_continued_only_for_more(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(max_steps=1)
+        await server.round(0)
+        await server.until(lambda status: status.phase == "finished")
+        refusal = await expect_refusal(
+            "settings_conflict", server.start(resume_from=run, max_steps=1)
+        )
+        assert refusal.errors[0].field == "max_steps"
+        await expect_refusal("finished", server.ask())
+        assert await server.start(resume_from=run, max_steps=2) == run
+        await server.round(1)
+
+
 async def test_a_run_is_known_after_the_server_was_killed_and_its_folder_moved(
     tmp_path: Path,
 ) -> None:
