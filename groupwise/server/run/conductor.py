@@ -459,7 +459,7 @@ class Conductor:
             metrics.get("reward", math.nan),
             metrics.get("reward_std", math.nan),
             f"loss {loss:.4f}  " if math.isfinite(loss) else "",
-            status.seconds_per_step or metrics.get("time/step", math.nan),
+            metrics.get("time/step", math.nan),
         )
 
     @property

@@ -17,6 +17,7 @@ from groupwise.api.schemas.training import (
     StepRequest,
 )
 from groupwise.core import atomic_files
+from tests import fake_engine
 from tests.fake_engine import FakeEngine, Fault
 from tests.unit.server.serving import ME, SETTINGS, Served, expect_refusal, letters, served
 
@@ -319,6 +320,26 @@ async def test_a_run_that_has_all_its_steps_is_continued_only_for_more(tmp_path:
         await expect_refusal("finished", server.ask())
         assert await server.start(resume_from=run, max_steps=2) == run
         await server.round(1)
+
+
+async def test_the_log_has_the_seconds_of_the_step_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    durations = iter((85.0, 23.0, 24.0))
+    learn = fake_engine._learn  # pyright: ignore[reportPrivateUsage]
+
+    async def learn_slowly(*arguments: Any) -> tuple[dict[str, float], bool]:
+        metrics, changed = await learn(*arguments)
+        return {**metrics, "time/step": next(durations)}, changed
+
+    monkeypatch.setattr(fake_engine, "_learn", learn_slowly)
+    async with served(tmp_path) as server:
+        await server.start()
+        for step in range(3):
+            await server.round(step)
+    lines = [message for message in caplog.messages if "reward" in message]
+    assert [line.split()[-2] for line in lines] == ["85.0", "23.0", "24.0"]
 
 
 async def test_a_run_is_known_after_the_server_was_killed_and_its_folder_moved(
