@@ -344,6 +344,12 @@ class Conductor:
         elif self._stop_reason == "shut down":
             await engine.save()
             await self._announce_checkpoint()
+            # The server logs no more events.
+            logger.info(
+                "%s: checkpoint after %d steps, where the next server continues",
+                status.run,
+                status.step,
+            )
         else:
             await engine.close_run(finished=False)
             await self._announce_checkpoint()
@@ -373,10 +379,19 @@ class Conductor:
                 f"The run {opened.run} has taken {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
                 "Restore the one that belongs to the run."
             )
+        later_plans = await self._ledger.do(plans.plans_from, opened.run, opened.step)
+        repeated = [plan for plan in later_plans if plan.trained is not None]
+        logger.info(
+            "%s continues at step %d%s",
+            opened.run,
+            opened.step + len(repeated) + 1,
+            f"; first its engine takes {len(repeated)} steps again, those after its last checkpoint"
+            if repeated
+            else "",
+        )
         exact = True
-        for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
-            if plan.trained is not None:
-                exact = await self._take_step(engine, plan) and exact
+        for plan in repeated:
+            exact = await self._take_step(engine, plan) and exact
         reason = self.last_error or "it ended the engine"
         await self._ledger.do(steps.quarantine_failing, opened.run, reason)
         await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)

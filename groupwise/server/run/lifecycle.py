@@ -117,10 +117,7 @@ class RunLifecycle:
         )
         self._active_run.conductor = self._conductor_of(request, open_request)
         self._active_run.conductor.start_steps()
-        logger.info(
-            "the run %s continues: first its engine takes the steps after its last checkpoint again",
-            active.run,
-        )
+        logger.info("the run %s continues; loading %s", active.run, request.model_id)
 
     async def start(
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]

@@ -205,8 +205,11 @@ async def test_a_step_committed_before_a_crash_is_reported_once_by_the_next_serv
 
 
 async def test_the_server_is_killed_or_shut_down_after_every_step_and_continues(
-    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
+    tmp_path: Path,
+    undisturbed: list[tuple[int, str, tuple[int, ...]]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     for step in range(STEPS):
         server = Served(tmp_path)
         await server.service.begin()
@@ -229,6 +232,12 @@ async def test_the_server_is_killed_or_shut_down_after_every_step_and_continues(
             assert await outcome(server) == undisturbed
         await server.service.shut_down(5)
         await server.ledger.close()
+    logged = [record.args for record in caplog.records if "continues at step" in record.msg]
+    steps = [args[1] for args in logged if isinstance(args, tuple)]
+    repeats = ["again" in str(args) for args in logged]
+    assert list(zip(steps, repeats, strict=True)) == [(2, True), (3, False), (4, False), (5, False)]
+    assert "checkpoint after 3 steps" in caplog.text
+    assert "checkpoint after 4 steps" in caplog.text
 
 
 def test_a_step_that_was_put_aside_is_named_as_people_count(
