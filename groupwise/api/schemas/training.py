@@ -568,7 +568,8 @@ class GroupRewards(Body):
 
     group_id: GroupId | None = Field(
         default=None,
-        description="The group. null: the oldest open one that the echo matches.",
+        description="The group, or the `id` of a stored answer of /v1, for which there is one reward if it was called with n = 1. "
+        "null: the oldest open group that the echo matches.",
     )
     rewards: list[Reward | None] = Field(
         description="One entry for each completion, in their order: a number, or null for one that failed and does not teach.",

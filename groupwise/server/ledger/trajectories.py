@@ -479,13 +479,18 @@ def close_trajectories(transaction: Transaction, row: GroupRow) -> ClosedTraject
 
 
 def open_groups_named(transaction: Transaction, run: str, key_id: str, name: str) -> list[str]:
-    """Ids of the open groups of trajectories with this name, oldest first."""
+    """Ids of the open groups of trajectories with this name, oldest first. Refuses with `unknown_group` if there was never one."""
     rows = transaction.all(
-        """SELECT groups.id FROM handed_out JOIN groups ON groups.id = handed_out.id
-        WHERE handed_out.run = ? AND handed_out.key_id = ? AND handed_out.name = ? AND state = 'open' ORDER BY groups.rowid""",
+        """SELECT groups.id, state FROM handed_out JOIN groups ON groups.id = handed_out.id
+        WHERE handed_out.run = ? AND handed_out.key_id = ? AND handed_out.name = ? ORDER BY groups.rowid""",
         (run, key_id, group_name(name)),
     )
-    return [group for (group,) in rows]
+    if not rows:
+        raise Refusal(
+            "unknown_group",
+            f"no call of run {run} with this API key named the group {name[:80]!r}. GET /activity lists the open groups.",
+        )
+    return [group for group, state in rows if state == "open"]
 
 
 def step_must_wait(transaction: Transaction, run: str, oldest: int) -> bool:

@@ -198,7 +198,7 @@ ROUTES = (
         handler=close_group,
         answer=CloseAnswer,
         max_body_bytes=SMALL_BODY,
-        codes=("disk_full", *OF_RUN),
+        codes=("unknown_group", "disk_full", *OF_RUN),
         example={"group": "scenario-7"},
     ),
     train_route(

@@ -233,6 +233,8 @@ async def test_groups_are_closed_by_name(tmp_path) -> None:
         assert empty == {"closed": [], "given_up": [alone["group_id"]]}
         nothing = await client.ok("/trajectories/close", {"group": "s"})
         assert nothing == {"closed": [], "given_up": []}
+        misspelt = await client.expect_refusal(404, "/trajectories/close", {"group": "S"})
+        assert misspelt["code"] == "unknown_group"
 
 
 async def test_a_lease_ends_after_the_last_call(tmp_path) -> None:
