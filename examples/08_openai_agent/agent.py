@@ -37,9 +37,14 @@ def main():
     """Let the agent work, and reward what it did; the server compares the answers to the same question with each other."""
     key = os.environ.get("GROUPWISE_API_KEY", "no key")
     with TrainingClient(URL) as server, openai.OpenAI(base_url=f"{URL}/v1", api_key=key) as client:
-        server.start(
-            num_completions_per_prompt=CALLS, max_completion_length=8, max_steps=STEPS, staleness=0
+        started = server.start(
+            run_name="openai-agent",
+            num_completions_per_prompt=CALLS,
+            max_completion_length=8,
+            max_steps=STEPS,
+            staleness=0,
         )
+        print("run", started.run_id, flush=True)
         try:
             for step in range(STEPS):
                 mean = one_step(client, server)

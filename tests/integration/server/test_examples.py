@@ -87,7 +87,9 @@ def test_the_reward_rises(example: str, server: Server) -> None:
 
 
 def test_an_agent_of_the_openai_client_learns(server: Server) -> None:
-    rewards = [float(line.split()[-1]) for line in run("08_openai_agent/agent.py", server.url)]
+    first, *lines = run("08_openai_agent/agent.py", server.url)
+    assert first.startswith("run openai-agent")
+    rewards = [float(line.split()[-1]) for line in lines]
     assert (rewards[0] < 0.2, rewards[-1] > 0.8) == (True, True), rewards
 
 
