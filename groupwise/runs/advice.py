@@ -56,7 +56,7 @@ class Advice:
     """What is wrong, in a few words; "" if nothing is."""
     holds: Callable[[float], bool]
     says: str
-    """A text with `{value}` in place of the number."""
+    """A text with `{value}` in place of the number, and `{threshold}` in place of the settings of a solved completion."""
     do: str
     form: str = "{:.0%}"
     alike: bool | None = None
@@ -87,13 +87,13 @@ RULES = (
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
         alike=True,
-        do_as_client="Raise sampler.temperature, or send prompts with more than one way to answer.",
+        do_as_client="Raise the temperature of the calls or sampler.temperature, or send prompts with more than one way to answer.",
     ),
     Advice(
         SOLVED,
         "nothing solved",
         lambda value: value == 0,
-        "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
+        "None of the completions of the last steps counts as solved{threshold}.",
         "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
         "that pay for what comes before a right answer.",
         do_as_client="While the reward rises, go on. If it does not: easier prompts, examples in them, or rewards that pay for what comes "
@@ -114,8 +114,8 @@ RULES = (
         "{value} of the completions of the last steps are cut off by the length limit.",
         "Read some of them: if the answer is missing, raise sampler.max_completion_length; if it came before, reward brevity or set "
         "sampler.stop.",
-        do_as_client="Read some of them: if the answer is missing, raise max_completion_length; if it came before, reward brevity or set "
-        "sampler.stop.",
+        do_as_client="Read some of them: if the answer is missing, raise max_completion_length, or the max_tokens of the calls; if it came "
+        "before, reward brevity, or give stop in the calls or sampler.stop at the start.",
     ),
     Advice(
         "rollouts/unscored",
@@ -140,6 +140,8 @@ RULES = (
         "The entropy is {value} nats: the policy is nearly certain of each token, and its completions of a prompt become alike.",
         "Raise sampler.temperature, lower training.learning_rate, or set algorithm.beta above 0 to stay nearer to the start.",
         "{:.3f}",
+        do_as_client="Raise the temperature of the calls or sampler.temperature, lower learning_rate, or set algorithm.beta above 0 to "
+        "stay nearer to the start.",
         do_in_sft="Before RL, train less: lower training.learning_rate or training.max_steps, or end the run by training.stop_when.",
     ),
     Advice(
@@ -149,6 +151,7 @@ RULES = (
         "The policy is {value} nats a token away from where it began.",
         "Raise algorithm.beta or lower training.learning_rate if the answers become strange; read the newest completions.",
         "{:.1f}",
+        do_as_client="Raise algorithm.beta or lower learning_rate if the answers become strange; read the newest completions.",
     ),
     Advice(
         "clip_ratio/region_mean",
@@ -156,6 +159,7 @@ RULES = (
         lambda value: value > 0.3,
         "The clip leaves {value} of the tokens out of the update: the policy has moved too far from the one that sampled them.",
         "Lower training.learning_rate, or the number of updates for each step.",
+        do_as_client="Lower learning_rate, or the number of updates for each step.",
     ),
     Advice(
         "updates/left_out",
@@ -163,6 +167,7 @@ RULES = (
         lambda value: value > 0,
         "Some updates were left out, because their loss or gradient was not finite.",
         "Look into the folder non-finite of the run; lower training.learning_rate, or train in float32.",
+        do_as_client="Look into the folder non-finite of the run; lower learning_rate.",
     ),
 )
 
@@ -199,7 +204,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         if value is not None and rule.holds(value) and applies:
             if rule.metric == LOGPROB_GAP and _updates_between(store):
                 continue  # the gap is then mostly what the step itself has learnt
-            text = rule.says.format(value=rule.form.format(value))
+            threshold = "" if served else " (eval.success_threshold, eval.success_part)"
+            text = rule.says.format(value=rule.form.format(value), threshold=threshold)
             do = (served and rule.do_as_client) or (supervised and rule.do_in_sft) or rule.do
             do = do.removeprefix(COMPARE if is_compared else "")
             if is_tiny and rule.metric in OF_TINY and rule.problem:

@@ -76,14 +76,17 @@ def test_a_client_of_the_server_is_given_no_keys_and_commands_of_a_config(
 ) -> None:
     with Store.create(tmp_path / "run.db") as store:
         store.set_meta({"model": model, "task": CLIENTS, "task_file": ""})
-        numbers = {"frac_reward_zero_std": 1.0, "groups/distinct": distinct, "completions/clipped_ratio": 1.0}  # fmt: skip
+        numbers = {
+            "frac_reward_zero_std": 1.0, "groups/distinct": distinct, "completions/clipped_ratio": 1.0,
+            "entropy": 0.01, "kl": 9.0, "clip_ratio/region_mean": 0.5, "updates/left_out": 1.0,
+        }  # fmt: skip
         store.commit_step(
             StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {**numbers, "rollouts/solved": solved}
         )
         advice = advice_on(store)
     assert len(advice) >= 2
-    text = " ".join(each["do"] for each in advice)
-    for wrong in ("groupwise ", "warm_up", "data.", "training.", "sampler.max_completion_length"):
+    text = " ".join(each["says"] + each["do"] for each in advice)
+    for wrong in ("groupwise ", "warm_up", "data.", "training.", "eval.", "sampler.max_completion_length"):  # fmt: skip
         assert wrong not in text
 
 
