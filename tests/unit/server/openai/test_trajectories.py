@@ -322,11 +322,11 @@ async def test_a_call_that_does_not_fit_its_trajectory_is_refused(tmp_path, chan
 
 async def test_a_trajectory_that_has_its_reward_takes_no_call(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
-        keyed = {"headers": {"Idempotency-Key": "run-t-1-0"}}
-        first = await turn(client, "t-1", **keyed)
+        keyed = {"Idempotency-Key": "run-t-1-0"}
+        first = await turn(client, "t-1", headers=keyed)
         group = (await turn(client, "t-2"))["group_id"]
         await reward(client, "t-1", 1.0)
-        assert await turn(client, "t-1", **keyed) == first
+        assert await turn(client, "t-1", headers=keyed) == first
         body = {"model": "latest", "messages": [USER], "store": True,
                 "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
         error = await client.expect_refusal(409, "/v1/chat/completions", body)
