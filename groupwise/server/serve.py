@@ -363,7 +363,7 @@ class _Server:
         need = (
             "no key is needed, and only this machine can ask"
             if self._keys is None
-            else f"every request needs one of {len(self._keys)} key(s)"
+            else f"every request needs a key of the server, which has {len(self._keys)}"
         )
         header = "" if self._keys is None else ' -H "Authorization: Bearer $GROUPWISE_API_KEY"'
         if continues:  # another start would be refused
