@@ -68,6 +68,9 @@ def test_invalid_sampler_calls_are_refused(sampling_calls: list[Any]) -> None:
     [(_, _, params, seed)] = sampling_calls
     assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
     assert {type(params.max_tokens), type(seed)} == {int}
+    config = few(total_generation_steps=12)
+    quick_test(config, prepare_session(config))
+    assert sampling_calls[-1][2].max_tokens == 12, "as long as the completions of the training"
 
 
 def test_a_question_that_the_model_cannot_read_is_reported(
