@@ -157,3 +157,22 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
             ask(config, prepared)
         assert repr(rows[3]["question"]) in str(told.value)
     assert not (Path("checkpoints") / config.experiment_name).exists()
+
+
+def test_rows_longer_than_the_limit_are_counted_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = few(system_prompt="", max_prompt_length=60)
+    prepared = prepare_session(config)
+    prepared.train_dataset = [
+        {"question": "1 + 1?", "answer": "2"},
+        {"question": "And 1 + 2? " * 9, "answer": "3"},
+    ]
+    table = {name: text for name, text in prepared.table().rows}
+    assert "1 rows to train on" in table["dataset"]
+    assert "1 × longer than max_prompt_length = 60 tokens" in table["left out"]
+    with pytest.raises(
+        UsageError, match=r" all \d+ prompts are longer than max_prompt_length = 5 "
+    ):
+        prepare_session(few(max_prompt_length=5))
