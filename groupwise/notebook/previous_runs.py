@@ -12,11 +12,11 @@ from typing import Any
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.core.settings.comparison import compare
 from groupwise.engine.models.identity import identity
-from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import collected_names, comparable, differences
 from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
+from groupwise.runs.notebook_names import FACTS, OWN_NAMES
 from groupwise.runs.store import Store
 from groupwise.training.config import RunConfig, resolved_values
 
@@ -37,8 +37,6 @@ def siblings(first: Path) -> Iterator[Path]:
     return (sibling(first, number) for number in count(1))
 
 
-FACTS = "notebook"
-"""The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
 LENGTH = "training.max_steps"
 """The only key that a notebook's schedule depends on among the keys that may change when a run is resumed."""
 PLACES = ("run.name", "run.dir")
