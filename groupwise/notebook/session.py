@@ -16,6 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show, tell
+from groupwise.core.terminal.quantities import counted
 from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.engine.distributed import prefork
 from groupwise.notebook import credentials, drive
@@ -245,7 +246,7 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
         )
     if fields := differing(config, session.config):
         raise UsageError(
-            f"The session was prepared with another config: {fields} differ. Prepare one with this config: "
+            f"The session was prepared with another config, with other values of {fields}. Prepare one with this config: "
             "session = prepare_session(config)."
         )
 
@@ -284,7 +285,10 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     if evaluation.before_and_after or evaluation.eval_steps is not None:
         too_long[1] = _too_long(session, "test_dataset", evaluation.max_prompts)
     train_count, test_count = len(train) - too_long[0], len(test) - too_long[1]
-    yield "dataset", f"{session.dataset}: {train_count} rows to train on, {test_count} to test"
+    yield (
+        "dataset",
+        f"{session.dataset}: {counted(train_count, 'row')} to train on, {test_count} to test",
+    )
     left_out: Counter[str] = Counter()
     for part in (train, test):
         if isinstance(part, Rows):
@@ -296,9 +300,10 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     if left_out:
         yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
     training = session.settings.training
-    of_a_step = f"{training.prompts_per_step} prompts × {training.num_generations} completions"
+    prompts, completions = training.prompts_per_step, training.num_generations
+    of_a_step = f"{counted(prompts, 'prompt')} × {counted(completions, 'completion')}"
     length = (
-        f"{training.max_steps} steps"
+        counted(training.max_steps, "step")
         if training.max_steps
         else f"{training.num_train_epochs} epochs"
     )

@@ -169,9 +169,12 @@ def test_rows_longer_than_the_limit_are_counted_as_left_out(
         {"question": "1 + 1?", "answer": "2"},
         {"question": "And 1 + 2? " * 9, "answer": "3"},
     ]
-    table = {name: text for name, text in prepared.table().rows}
-    assert "1 rows to train on" in table["dataset"]
-    assert "1 × longer than max_prompt_length = 60 tokens" in table["left out"]
+    tested = len(prepared.test_dataset)
+    for row in (
+        ("dataset", f"own rows, tested on arithmetic: 1 row to train on, {tested} to test"),
+        ("left out", "1 × longer than max_prompt_length = 60 tokens"),
+    ):
+        assert row in prepared.table().rows
     with pytest.raises(
         UsageError, match=r" all \d+ prompts are longer than max_prompt_length = 5 "
     ):
