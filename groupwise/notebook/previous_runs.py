@@ -46,8 +46,8 @@ PLACES = ("run.name", "run.dir")
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` receives messages about runs that are skipped: the newest, and those that are
-    unfinished or have lost their weights.
+    """The newest run that agrees with config and facts. `say` receives messages about runs that are skipped: the newest, the newest
+    unfinished one, and those that have lost their weights.
     """
     # A missing or damaged record is repaired from the checkpoints.
     name = str(core.run.name)
@@ -58,6 +58,7 @@ def newest_alike(
             recovery.recover(damaged.path)
             runs.append(find.run_info(damaged.path))
     newest_first = [each for each in reversed(runs) if each.broken is None]
+    newest_unfinished = next((each for each in newest_first if each.state != "finished"), None)
     for run in newest_first:
         differing = changes(run, core, facts)
         weights_missing = run.state == "finished" and find.newest_weights(run.path) is None
@@ -65,7 +66,7 @@ def newest_alike(
             return run
         if say is not None and not differing:
             say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
-        elif say is not None and (run.state != "finished" or run is newest_first[0]):
+        elif say is not None and run in (newest_first[0], newest_unfinished):
             names = ", ".join(OWN_NAMES.get(key, key) for key in differing)
             state = "was finished" if run.state == "finished" else "was cut off"
             say(f"{run.path} {state}, but differs in {names}: it is left as it is.")
