@@ -294,9 +294,8 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
         if isinstance(part, Rows):
             left_out.update(part.account.left_out)
     if any(too_long):
-        left_out[f"longer than max_prompt_length = {config.max_prompt_length} tokens"] = sum(
-            too_long
-        )
+        limit = session.settings.data.max_prompt_length
+        left_out[f"longer than max_prompt_length = {limit} tokens"] = sum(too_long)
     if left_out:
         yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
     training = session.settings.training

@@ -163,7 +163,7 @@ def test_rows_longer_than_the_limit_are_counted_as_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = few(system_prompt="", max_prompt_length=60)
+    config = few(system_prompt="", overrides={"data.max_prompt_length": 60})
     prepared = prepare_session(config)
     prepared.train_dataset = [
         {"question": "1 + 1?", "answer": "2"},
