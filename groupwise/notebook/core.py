@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal, Protocol, cast
 from groupwise.core.accelerators import accelerator
 from groupwise.core.errors import ConfigError, GroupwiseError
 from groupwise.core.settings.schema import KeyPath
+from groupwise.runs.notebook_names import own_names
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import LoadedConfig, load_config
 
@@ -25,25 +25,6 @@ SAVE_STEPS = 100
 MIN_SAVE_STEPS = 10
 KEPT = 3
 
-OWN_NAMES = {
-    "run.name": "checkpoint_dir",
-    "run.dir": "checkpoint_dir",
-    "run.processes": "devices",
-    "run.report_to": "report_to",
-    "model.name": "model",
-    "model.mesh": "devices",
-    "lora.r": "lora_rank",
-    "sampler.max_completion_length": "total_generation_steps",
-    "data.max_prompt_length": "max_prompt_length",
-    "algorithm.beta": "beta",
-    "algorithm.epsilon": "epsilon",
-    "training.prompts_per_step": "batch_size",
-    "training.num_generations": "num_generations",
-    "training.num_iterations": "num_iterations",
-    "training.learning_rate": "learning_rate",
-    "training.seed": "seed",
-}
-"""Keys of the core, with their names in a notebook's config."""
 _DECIDED = "is decided by the notebook's own fields."
 _ROWS = "has no effect here: the rows are those of the field dataset. "
 _REWARDS = "cannot be given here: the rewards are those of the notebook. "
@@ -155,10 +136,7 @@ def by_own_names(config: Settings) -> Generator[None]:
     try:
         yield
     except GroupwiseError as error:
-        overrides_text = str(config.overrides)
-        for key, name in OWN_NAMES.items():
-            if key not in overrides_text:
-                error.message = re.sub(rf"\b{re.escape(key)}\b", name, error.message)
+        error.message = own_names(error.message, given=str(config.overrides))
         error.args = (error.message, *error.args[1:])
         raise
 

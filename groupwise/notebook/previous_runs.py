@@ -12,11 +12,11 @@ from typing import Any
 from groupwise.core.errors import StoreError, UsageError
 from groupwise.core.settings.comparison import compare
 from groupwise.engine.models.identity import identity
-from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import collected_names, comparable, differences
 from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
+from groupwise.runs.notebook_names import FACTS, OWN_NAMES
 from groupwise.runs.store import Store
 from groupwise.training.config import RunConfig, resolved_values
 
@@ -37,8 +37,6 @@ def siblings(first: Path) -> Iterator[Path]:
     return (sibling(first, number) for number in count(1))
 
 
-FACTS = "notebook"
-"""The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
 LENGTH = "training.max_steps"
 """The only key that a notebook's schedule depends on among the keys that may change when a run is resumed."""
 PLACES = ("run.name", "run.dir")
@@ -48,8 +46,8 @@ PLACES = ("run.name", "run.dir")
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` receives messages about runs that are skipped: the newest, and those that are
-    unfinished or have lost their weights.
+    """The newest run that agrees with config and facts. `say` receives messages about runs that are skipped: the newest, the newest
+    unfinished one, and those that have lost their weights.
     """
     # A missing or damaged record is repaired from the checkpoints.
     name = str(core.run.name)
@@ -60,6 +58,7 @@ def newest_alike(
             recovery.recover(damaged.path)
             runs.append(find.run_info(damaged.path))
     newest_first = [each for each in reversed(runs) if each.broken is None]
+    newest_unfinished = next((each for each in newest_first if each.state != "finished"), None)
     for run in newest_first:
         differing = changes(run, core, facts)
         weights_missing = run.state == "finished" and find.newest_weights(run.path) is None
@@ -67,7 +66,7 @@ def newest_alike(
             return run
         if say is not None and not differing:
             say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
-        elif say is not None and (run.state != "finished" or run is newest_first[0]):
+        elif say is not None and run in (newest_first[0], newest_unfinished):
             names = ", ".join(OWN_NAMES.get(key, key) for key in differing)
             state = "was finished" if run.state == "finished" else "was cut off"
             say(f"{run.path} {state}, but differs in {names}: it is left as it is.")

@@ -24,7 +24,7 @@ def quick_test(config: TrainingConfig, session: Session, test_question: str | No
     if not isinstance(question, str) or not question.strip():
         raise UsageError(f"test_question is {question!r}; give the text of a question.")
     with shown_while("answering"):
-        [answer] = session.sampler([format_prompt(question, config)])
+        [answer] = session.sampler([format_prompt(question, config)], config.total_generation_steps)
     rows = [("question", question), ("answer", answer), ("answered by", session.policy)]
     show(Table("Quick test", rows))
     return answer

@@ -16,7 +16,9 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show, tell
+from groupwise.core.terminal.quantities import counted
 from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
+from groupwise.engine.distributed import prefork
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
@@ -34,7 +36,10 @@ from groupwise.notebook.rows import kind_of
 from groupwise.notebook.sampler import Sampler
 from groupwise.runs import find
 from groupwise.tasks.data.chat import Row, Rows
+from groupwise.tasks.data.examples import examples_from_rows
+from groupwise.tasks.rollouts.prompts import tokenise
 from groupwise.training.config import LoadedConfig, RunConfig
+from groupwise.training.rollout_builder import longest_completion
 
 
 @dataclass
@@ -133,8 +138,6 @@ class Session:
     @property
     def lora_policy(self) -> dict[str, Any]:
         """The trained adapter: rank, alpha, layers, number of parameters."""
-        from groupwise.engine.distributed import prefork
-
         settings = self.settings
         lora = settings.lora
         assert lora is not None, "the config sets a rank"
@@ -243,7 +246,7 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
         )
     if fields := differing(config, session.config):
         raise UsageError(
-            f"The session was prepared with another config: {fields} differ. Prepare one with this config: "
+            f"The session was prepared with another config, with other values of {fields}. Prepare one with this config: "
             "session = prepare_session(config)."
         )
 
@@ -277,19 +280,46 @@ def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     yield "model", model_of(config)
     policy = session.lora_policy
     yield "adapter", f"rank {policy['r']}, {policy['parameters']:,} parameters are trained"
-    yield "dataset", f"{session.dataset}: {len(train)} rows to train on, {len(test)} to test"
+    evaluation = session.settings.eval
+    too_long = [_too_long(session, "train_dataset"), 0]
+    if evaluation.before_and_after or evaluation.eval_steps is not None:
+        too_long[1] = _too_long(session, "test_dataset", evaluation.max_prompts)
+    train_count, test_count = len(train) - too_long[0], len(test) - too_long[1]
+    yield (
+        "dataset",
+        f"{session.dataset}: {counted(train_count, 'row')} to train on, {test_count} to test",
+    )
     left_out: Counter[str] = Counter()
     for part in (train, test):
         if isinstance(part, Rows):
             left_out.update(part.account.left_out)
+    if any(too_long):
+        limit = session.settings.data.max_prompt_length
+        left_out[f"longer than max_prompt_length = {limit} tokens"] = sum(too_long)
     if left_out:
         yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
     training = session.settings.training
-    prompts = f"{training.prompts_per_step} prompts × {training.num_generations} completions"
+    prompts, completions = training.prompts_per_step, training.num_generations
+    of_a_step = f"{counted(prompts, 'prompt')} × {counted(completions, 'completion')}"
     length = (
-        f"{training.max_steps} steps"
+        counted(training.max_steps, "step")
         if training.max_steps
         else f"{training.num_train_epochs} epochs"
     )
-    yield "training", f"{length} of {prompts}"
+    yield "training", f"{length} of {of_a_step}"
     yield "run", str(session.folder or session.next_folder)
+
+
+def _too_long(session: Session, part: str, limit: int | None = None) -> int:
+    """Number of prompts of a part, or of its first `limit`, that the training leaves out. Raises TaskError if it would refuse them."""
+    settings = session.settings
+    prompts = tokenise(
+        prefork.load_tokenizer(settings.model),
+        examples_from_rows(getattr(session, part)[:limit], where=part),
+        max_prompt_length=settings.data.max_prompt_length,
+        room=prefork.prompt_room(settings.model, longest_completion(settings)),
+        where=part,
+        strict=settings.data.strict,
+        check_only=True,
+    )
+    return prompts.dropped

@@ -10,9 +10,9 @@ from groupwise.core.reward_call.tags import Tags
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import refuse_shared
-from groupwise.notebook.previous_runs import FACTS
 from groupwise.notebook.rewards import grades, is_numeric
 from groupwise.notebook.rows import kind_of
+from groupwise.runs.notebook_names import FACTS
 from groupwise.tasks.data.chat import Row, Rows
 from groupwise.tasks.rewards.formats import SoftFormat
 from groupwise.tasks.rewards.overlap import RubricOverlap

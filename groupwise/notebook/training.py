@@ -121,14 +121,11 @@ def run_training(
         if previous.state != "running":
             tell(f"{previous.path} was cut off: it goes on.{_not_compared(facts, previous)}")
     else:
-        first, folder = run_folder(session.config), session.next_folder
-        name = folder.name
-        if folder != first:
-            tell(f"The name {first.name} is taken: this run is {folder}.")
+        name = session.next_folder.name
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
     all_callbacks = [
-        _SetFolder(session),
+        _SetFolder(session, resumes=previous is not None),
         Collected(rewards, facts),
         *([] if mirror is None else [mirror]),
         *callbacks,
@@ -173,14 +170,17 @@ def _trainer_state(session: Session, result: RlResult) -> TrainerState:
 
 
 class _SetFolder(Callback):
-    """Stores the run's folder in the session when the run starts, so it is set even if the training fails."""
+    """Stores the run's folder in the session when the run starts, so it is set even if the training fails; says if its name is another."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, *, resumes: bool) -> None:
+        self._session, self._resumes = session, resumes
 
     def on_run_begin(self, run: RunHandle) -> None:
         """See `Callback`."""
         self._session.folder = run.folder
+        first = run_folder(self._session.config).name
+        if run.folder.name != first and not self._resumes:
+            run.say(f"The name {first} is taken: this run is {run.folder}.")
 
 
 class Completions(Callback):

@@ -5,7 +5,7 @@ Each piece of advice is a condition on the mean of the last few steps. None of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from groupwise.core.errors import StoreError
 from groupwise.core.types import TINY
 from groupwise.runs.find import mean_of
 from groupwise.runs.folder import is_served, read_config
+from groupwise.runs.notebook_names import is_of_notebook, own_names
 from groupwise.runs.store import Store
 
 RECENT = 10
@@ -45,6 +46,12 @@ DO_WITH_TINY_AS_CLIENT = (
     "model_id: smollm2-135m-instruct."
 )
 """The same for a run of the training server."""
+DO_WITH_TINY_IN_NOTEBOOK = (
+    "That is expected of the model tiny, a toy with random weights: it shows that the cells work. One that can learn: "
+    'TrainingConfig(model="smollm2-135m-instruct").'
+)
+"""The same for a run of a notebook."""
+_TINY_REMEDIES = (DO_WITH_TINY, DO_WITH_TINY_AS_CLIENT, DO_WITH_TINY_IN_NOTEBOOK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class Advice:
     """Give the advice only if the completions of a group are mostly alike (True) or mostly different (False). None: always."""
     do_as_client: str = ""
     """What to do in a run of the training server, whose clients have the prompts and rewards. Empty: the same as `do`."""
+    do_in_notebook: str = ""
+    """What to do in a run of a notebook, which has no warm-up and no commands. Empty: the same as `do`, with the notebook's names."""
     do_in_sft: str = ""
     """What to do in a supervised run, which has keys of its own. Empty: the same as `do`."""
 
@@ -76,6 +85,8 @@ RULES = (
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
         "than right from wrong, or warm the model up first (warm_up).",
         alike=False,
+        do_in_notebook="Choose rows that the policy solves sometimes, raise training.num_generations, or give rewards that tell more than "
+        "right from wrong.",
         do_as_client="Send prompts that the policy solves sometimes, raise num_completions_per_prompt, or give rewards that tell more than "
         "right from wrong.",
     ),
@@ -87,6 +98,7 @@ RULES = (
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
         alike=True,
+        do_in_notebook="Raise sampler.temperature, or give rows with more than one way to answer.",
         do_as_client="Raise the temperature of the calls or sampler.temperature, or send prompts with more than one way to answer.",
     ),
     Advice(
@@ -96,6 +108,8 @@ RULES = (
         "None of the completions of the last steps counts as solved{threshold}.",
         "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
         "that pay for what comes before a right answer.",
+        do_in_notebook="While the reward rises, go on. If it does not: easier rows or hints in the prompt, or rewards that pay for what "
+        "comes before a right answer. If the rewards do not pay for a right answer, set eval.success_part to the name of one of them.",
         do_as_client="While the reward rises, go on. If it does not: easier prompts, examples in them, or rewards that pay for what comes "
         "before a right answer.",
     ),
@@ -105,6 +119,8 @@ RULES = (
         lambda value: value > MAX_SOLVED,
         "{value} of the completions of the last steps are solved: little is left to learn.",
         COMPARE + "To go on: harder examples, or a reward that tells good from very good.",
+        do_in_notebook="Compare session.run.evaluations(), before and after. To go on: harder rows, or a reward that tells good from very "
+        "good.",
         do_as_client="To go on: harder prompts, or a reward that tells good from very good.",
     ),
     Advice(
@@ -189,10 +205,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         means["rollouts/unscored"] = sum(unscored_shares) / total
     learnt = means.get(SOLVED, 0.0) > MAX_SOLVED
     meta = store.get_meta()
-    is_tiny, served = meta.get("model") == TINY, is_served(meta)
-    supervised = meta.get("kind") == "sft"
     is_compared = {"before", "after"} <= {name for _, name, _ in store.evaluations_with_rows()}
-    tiny_remedy = DO_WITH_TINY_AS_CLIENT if served else DO_WITH_TINY
     advice: list[dict[str, Any]] = []
     for rule in RULES:
         value = means.get(rule.metric)
@@ -204,17 +217,26 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         if value is not None and rule.holds(value) and applies:
             if rule.metric == LOGPROB_GAP and _updates_between(store):
                 continue  # the gap is then mostly what the step itself has learnt
-            threshold = "" if served else " (eval.success_threshold, eval.success_part)"
+            threshold = "" if is_served(meta) else " (eval.success_threshold, eval.success_part)"
             text = rule.says.format(value=rule.form.format(value), threshold=threshold)
-            do = (served and rule.do_as_client) or (supervised and rule.do_in_sft) or rule.do
-            do = do.removeprefix(COMPARE if is_compared else "")
-            if is_tiny and rule.metric in OF_TINY and rule.problem:
-                do = tiny_remedy
-                if any(given["do"] == do for given in advice):
-                    continue
+            do = _remedy(rule, meta).removeprefix(COMPARE if is_compared else "")
+            if do in _TINY_REMEDIES and any(given["do"] == do for given in advice):
+                continue
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": do})
     return advice
+
+
+def _remedy(rule: Advice, meta: Mapping[str, Any]) -> str:
+    """What to do if the rule holds in a run with these facts, in the words of those who started it."""
+    is_toys = meta.get("model") == TINY and rule.metric in OF_TINY and rule.problem
+    if is_served(meta):
+        return DO_WITH_TINY_AS_CLIENT if is_toys else rule.do_as_client or rule.do
+    if is_of_notebook(meta):
+        return DO_WITH_TINY_IN_NOTEBOOK if is_toys else own_names(rule.do_in_notebook or rule.do)
+    if is_toys:
+        return DO_WITH_TINY
+    return (meta.get("kind") == "sft" and rule.do_in_sft) or rule.do
 
 
 def _updates_between(store: Store) -> bool:

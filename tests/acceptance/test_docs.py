@@ -491,7 +491,7 @@ def known(words: list[str]) -> bool:
             verbs = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             given = [word for word in rest if "=" not in word]
             return bool(given) and set(given) <= set(verbs) and variables_known(rest)
-        case [".", ".venv/bin/activate"] | ["export", _]:
+        case [".", ".venv/bin/activate"] | ["python3", "-m", "venv", ".venv"] | ["export", _]:
             return True
         case ["curl", *_, url, "-o", _] if url.startswith("$TINKER_BASE_URL"):
             route = url.removeprefix("$TINKER_BASE_URL/api/v1").partition("?")[0]

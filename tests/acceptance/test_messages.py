@@ -369,7 +369,7 @@ def test_rewards_that_always_fail_stop_the_run_with_a_summary(groupwise):
     task("return [float(len(text)) for text in completions]", 'raise KeyError("gold")')
     said = groupwise("rl", "eval.before_and_after=false")
     assert said.code == 1
-    said.has("No rollout could be scored in 1 step (the whole run)", "then start the run again")
+    said.has("No rollout could be scored in step 1 (the whole run)", "then start the run again")
     said = groupwise(
         "rl", "training.max_steps=9", "run.name=hopeless", "eval.before_and_after=false"
     )

@@ -103,7 +103,12 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
     limit = run.unscored_limit
     if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
-        steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
+        last = run.step + 1  # not counted as done
+        steps = (
+            f"step {last}"
+            if run.unscored_steps == 1
+            else f"{run.unscored_steps} steps in a row, up to step {last}"
+        )
         # A rollout without `ended_by` was failed by its environment.
         endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
         names = {True: "the environment", False: "the reward functions"}

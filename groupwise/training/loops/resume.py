@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.core import atomic_files
 from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.core.settings.comparison import Change
+from groupwise.core.terminal.quantities import counted
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
 from groupwise.runs.checkpoints import RUN_FILES, Checkpoint, SkippedCheckpoint
@@ -276,7 +277,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
     run.folder.resume(
         resolved_values(prepared.config), ResumeRecord(run.step, dropped, time.time(), changes)
     )
-    note = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
+    note = f"; repeats {counted(dropped.steps, 'later step')}" if dropped.steps else ""
     run.say(f"resumed after {run.step} steps{note}")
     return dropped
 

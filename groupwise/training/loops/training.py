@@ -24,6 +24,7 @@ from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.runs import checkpoints
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
+from groupwise.runs.notebook_names import is_of_notebook, own_names
 from groupwise.runs.record_segments import write_record_segment
 from groupwise.runs.recovery import add_run_files
 from groupwise.training.callbacks.base import Callbacks
@@ -91,7 +92,9 @@ class Training:
         return 0.0
 
     def say(self, text: str) -> None:
-        """Show a message to users and write it to the log."""
+        """Show a message to users and write it to the log; in a notebook with the names of its config."""
+        if is_of_notebook(self.folder.store.get_meta()):
+            text = own_names(text)
         logger.info("%s", text)
         self.progress.note(text)
 

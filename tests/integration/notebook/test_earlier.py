@@ -248,9 +248,14 @@ def test_a_training_that_fails_is_the_sessions_run(finished, capsys):
     def broken(completions, **columns):
         raise ValueError("no")
 
+    shared = prepare_session(config)
+    shared.test_dataset = shared.train_dataset
+    with pytest.raises(UsageError, match="rows to train on ask"):
+        train_grpo(config, shared, reward_functions=[broken])
+    assert "is taken" not in "".join(capsys.readouterr()), "no run was made"
     with pytest.raises(RunError):
         train_grpo(config, session, reward_functions=[broken])
-    said = capsys.readouterr().out
+    said = "".join(capsys.readouterr())
     assert "finished, but differs in the reward Digits, the reward broken" in said
     assert "digits is taken" in said
     assert session.run.folder == Path("checkpoints/digits-2")

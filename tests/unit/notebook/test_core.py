@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.core.errors import ConfigError
+from groupwise.core.errors import ConfigError, RunError
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import core_config, run_folder
+from groupwise.notebook.core import by_own_names, core_config, run_folder
+from groupwise.runs.notebook_names import HOW_TO_OVERRIDE
 
 
 def flat(config):
@@ -58,3 +59,16 @@ def test_an_override_without_effect_is_refused_with_what_to_use_instead(override
     with pytest.raises(ConfigError) as refused:
         TrainingConfig(overrides=overrides)
     assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize(("message", "shown"), [
+    ("Raise the limit, or set data.max_prompt_length=null to have none.", " limit."),
+    ("data.max_prompt_length is 5.", "max_prompt_length is 5."),
+    ("Nothing was scored (rewards.max_unscored_steps).", HOW_TO_OVERRIDE),
+    ("training.weight_decay is 2.", "training.weight_decay is 2."),
+])  # fmt: skip
+def test_an_error_names_what_a_notebook_can_set(message, shown):
+    config = TrainingConfig(overrides={"training.weight_decay": 0.1})
+    with pytest.raises(RunError) as raised, by_own_names(config):
+        raise RunError(message)
+    assert str(raised.value).endswith(shown)

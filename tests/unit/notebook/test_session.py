@@ -68,6 +68,9 @@ def test_invalid_sampler_calls_are_refused(sampling_calls: list[Any]) -> None:
     [(_, _, params, seed)] = sampling_calls
     assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
     assert {type(params.max_tokens), type(seed)} == {int}
+    config = few(total_generation_steps=12)
+    quick_test(config, prepare_session(config))
+    assert sampling_calls[-1][2].max_tokens == 12, "as long as the completions of the training"
 
 
 def test_a_question_that_the_model_cannot_read_is_reported(
@@ -154,3 +157,25 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
             ask(config, prepared)
         assert repr(rows[3]["question"]) in str(told.value)
     assert not (Path("checkpoints") / config.experiment_name).exists()
+
+
+def test_rows_longer_than_the_limit_are_counted_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = few(system_prompt="", overrides={"data.max_prompt_length": 60})
+    prepared = prepare_session(config)
+    prepared.train_dataset = [
+        {"question": "1 + 1?", "answer": "2"},
+        {"question": "And 1 + 2? " * 9, "answer": "3"},
+    ]
+    tested = len(prepared.test_dataset)
+    for row in (
+        ("dataset", f"own rows, tested on arithmetic: 1 row to train on, {tested} to test"),
+        ("left out", "1 × longer than max_prompt_length = 60 tokens"),
+    ):
+        assert row in prepared.table().rows
+    with pytest.raises(
+        UsageError, match=r" all \d+ prompts are longer than max_prompt_length = 5 "
+    ):
+        prepare_session(few(max_prompt_length=5))

@@ -10,6 +10,7 @@ import pytest
 
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import CLIENTS
+from groupwise.runs.notebook_names import OWN_NAMES
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 
@@ -88,6 +89,29 @@ def test_a_client_of_the_server_is_given_no_keys_and_commands_of_a_config(
     text = " ".join(each["says"] + each["do"] for each in advice)
     for wrong in ("groupwise ", "warm_up", "data.", "training.", "eval.", "sampler.max_completion_length"):  # fmt: skip
         assert wrong not in text
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])
+@pytest.mark.parametrize("solved", [0.0, 0.95])
+@pytest.mark.parametrize("distinct", [0.1, 1.0])
+def test_a_run_of_a_notebook_is_given_what_a_notebook_can_set(
+    tmp_path: Path, model: str, solved: float, distinct: float
+) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        store.set_meta({"model": model, "notebook": {}})
+        numbers = {"frac_reward_zero_std": 1.0, "groups/distinct": distinct, "completions/clipped_ratio": 1.0, "kl": 9.0}  # fmt: skip
+        store.commit_step(
+            StepRecord(0, 0, 1, "f1", (), 1e-5, 1000.0), [], {**numbers, "rollouts/solved": solved}
+        )
+        advice = advice_on(store)
+    assert len(advice) >= 3
+    text = " ".join(each["do"] for each in advice)
+    for wrong in ("groupwise ", "warm_up", "warm-up", "data.", *OWN_NAMES):
+        assert not re.search(rf"\b{re.escape(wrong)}", text), wrong
+    assert (model == "tiny" and solved == 0.0) == ('TrainingConfig(model="smollm2-135m' in text)
+    for each in advice:
+        keys = re.findall(r"\b(?:eval|sampler|training)\.[a-z_]+", each["do"])
+        assert not keys or "overrides=" in each["do"]
 
 
 def test_advice_on_a_supervised_run_names_only_its_keys(tmp_path: Path) -> None:

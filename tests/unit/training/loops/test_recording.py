@@ -33,3 +33,7 @@ def test_only_wrong_code_is_the_users_error_and_the_last_line_names_it(
         check_something_scored(run, [group])
     assert failed.value.exit_code == code
     assert failed.value.message.splitlines()[-1].endswith(reason.splitlines()[-1])
+    assert "in step 1 (" in failed.value.message
+    run.unscored_limit, run.step = 2, 1  # the progress shows one step as done
+    with pytest.raises(NothingScoredError, match="in 2 steps in a row, up to step 2 "):
+        check_something_scored(run, [group])
