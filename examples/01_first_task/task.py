@@ -39,7 +39,7 @@ def correct(completions, answer, **kwargs):
 
 
 def brief(completions, **kwargs):
-    """1 where the completion is a number and nothing else, so that the form is learnt early."""
+    """1 where the completion is a number and nothing else: what a prompt asks for may have a part of its own."""
     return [float(completion[0]["content"].strip().isdecimal()) for completion in completions]
 
 

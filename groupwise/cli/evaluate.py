@@ -187,6 +187,8 @@ def _evaluate_task(
             config, module, (policy, *_) = task
             path, words = (config if isinstance(config, Path) else None), options["overrides"]
             if policy == "base":
+                if (count := options["samples_per_prompt"]) is not None:
+                    words = [*words, f"eval.samples_per_prompt={count}"]
                 line = command_line("rl", path, module, *words)
                 print_next((line, "train it, with such an evaluation before and after"))
             else:

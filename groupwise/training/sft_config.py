@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import ge, gt, le, lt
 from pathlib import Path
 from textwrap import fill
@@ -303,6 +303,10 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
         tree = read_source_tree(base_folder / warm_up)
     else:
         tree = read_source_tree(warm_up)
+        tree = replace(tree, source=f"{loaded.tree.source}: warm_up")
+        for path, origin in loaded.tree.origins.items():
+            if path[0] == "warm_up" and len(path) > 1:
+                tree.origins[path[1:]] = origin
     rl_values = config.model_dump(mode="json", exclude_unset=True)
     shared_sections = {
         "model": rl_values["model"],

@@ -48,7 +48,9 @@ def commands(kind: Kind, task: str, file: str, *, evaluates: bool) -> list[str]:
     )
     examine = [f"groupwise doctor {with_config} {task_options}"] if kind == "rl" else []
     if kind == "rl" and evaluates:
-        examine.append(f"groupwise eval {with_config} {task_options} --policy base")
+        # At the temperature of the training: the most probable answer may be right where hardly any sampled one is.
+        sampled = "--samples-per-prompt 4 eval.temperature=1.0"
+        examine.append(f"groupwise eval {with_config} {task_options} --policy base {sampled}")
     train = f"groupwise {kind} {with_config} {task_options}"
     return [check, *examine, f"{train} --dry-run", train]
 

@@ -278,7 +278,10 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
         resolved_values(prepared.config), ResumeRecord(run.step, dropped, time.time(), changes)
     )
     note = f"; repeats {counted(dropped.steps, 'later step')}" if dropped.steps else ""
-    run.say(f"resumed after {run.step} steps{note}")
+    run.say(f"resumed after {counted(run.step, 'step')}{note}")
+    for key, (old, new) in resumption.changed.items():
+        if not key.startswith(("layout.", "run.")):
+            run.say(f"changed: {key} was {_as_config_text(old)}, is {_as_config_text(new)}")
     return dropped
 
 

@@ -109,6 +109,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
         while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
             number += 1
             name = f"{sft_loaded.run_name}-{number}"
+        logger.info("warm-up: at most %d supervised steps, as the run %s", prepared.max_steps, name)
         result = sft(_with_name(sft_loaded, name), task)
     elif checkpoints.newest(run_folder / CHECKPOINTS) is not None:
         result = sft(sft_loaded.config, task, resume_from=str(run_folder))
