@@ -27,7 +27,7 @@ In bfloat16, 0.02 is usual with the native engines and 0.04 with transformers' m
 """
 
 _WRONG_CODE = re.compile(
-    r"^\s*(Type|Attribute|Name|UnboundLocal|Key|Index|Import|ModuleNotFound|Syntax|Indentation|NotImplemented)Error\b",
+    r"^[ \t]*(Type|Attribute|Name|UnboundLocal|Key|Index|Import|ModuleNotFound|Syntax|Indentation|NotImplemented)Error\b",
     re.MULTILINE,
 )
 """In the reason of a failed rollout: its code is wrong, and would fail again. Others, such as a service that is away, may pass."""

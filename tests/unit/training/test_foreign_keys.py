@@ -39,7 +39,7 @@ def said_of(path: str, load: Callable[[Mapping[str, Any]], Any] = load_config) -
     ("scale_rewards", "mean algorithm.scale_rewards?"), ("loss_type", "algorithm.type"), ("lora.bias", "null for the section lora"),
     ("lora.task_type", "leave it out"), ("model.attn_implementation", "chosen automatically"), ("vllm.url", "sampler.engine names"),
     ("model.enable_thinking", "model.chat_template_kwargs"), ("peft.r", "the section lora"), ("actor_rollout_ref.actor", "section of verl"),
-    ("stop_strings", "here it is sampler.stop"), ("warmup", "is the section warm_up"), ("trainer.total_epochs", "section of verl"),
+    ("stop_strings", "here it is sampler.stop"), ("warmup", "the section warm_up"), ("trainer.total_epochs", "section of verl"),
 ])  # fmt: skip
 def test_a_name_from_elsewhere_leads_to_what_it_is_here(name: str, said: str) -> None:
     assert said in said_of(name)

