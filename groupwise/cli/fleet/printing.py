@@ -200,7 +200,7 @@ def print_job(job: Document, now: float) -> None:
             ("job", job["job_id"]),
             ("name", job["name"]),
             ("status", _status_text(job)),
-            ("reason", job["failure_reason"]),
+            ("reason", job["failure_reason"] or _reason_of_stop(job)),
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
             ("exit code", job["exit_code"] if job["status"] in FINAL else None),
             ("kind", job["job_type"]),
@@ -224,6 +224,15 @@ def print_job(job: Document, now: float) -> None:
     # The attempts' events are shown above; --json has all events.
     of_job = [event for event in job["events"] if event["kind"].startswith("job.")]
     print_section("events", [event_line(event) for event in of_job])
+
+
+def _reason_of_stop(job: Document) -> str | None:
+    """The reason of the last `stop`; None if the job was not stopped, or no reason was given."""
+    if job["status"] != "cancelled" and job["cancel_requested_at"] is None:
+        return None
+    kinds = ("job.cancelled", "job.cancel_requested")
+    reasons = [(e["detail"] or {}).get("reason") for e in job["events"] if e["kind"] in kinds]
+    return next((str(reason) for reason in reversed(reasons) if reason), None)
 
 
 def _checkpoint_text(job: Document, now: float) -> str | None:

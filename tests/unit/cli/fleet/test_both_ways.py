@@ -173,6 +173,11 @@ def test_show_has_the_time_of_a_job_only_if_its_command_has_run(
     assert {"started", "took"} <= set(words_of_show())
 
 
+def test_show_begins_with_the_reason_of_a_stop(ways: BothWays, jobs: dict[str, str]) -> None:
+    lines = [line.split() for line in ways.both("show", jobs["cancelled"])[1].splitlines()]
+    assert ["reason", "wrong", "data"] in lines
+
+
 def test_vm_show_has_the_time_of_the_last_missed_look_as_a_date(
     ways: BothWays, reached: Reached
 ) -> None:
