@@ -231,8 +231,8 @@ def _reason_of_stop(job: Document) -> str | None:
     if job["status"] != "cancelled" and job["cancel_requested_at"] is None:
         return None
     kinds = ("job.cancelled", "job.cancel_requested")
-    reasons = [(e["detail"] or {}).get("reason") for e in job["events"] if e["kind"] in kinds]
-    return next((str(reason) for reason in reversed(reasons) if reason), None)
+    details: list[Document] = [e["detail"] or {} for e in job["events"] if e["kind"] in kinds]
+    return next((str(d["reason"]) for d in reversed(details) if d.get("reason")), None)
 
 
 def _checkpoint_text(job: Document, now: float) -> str | None:
