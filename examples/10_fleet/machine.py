@@ -7,6 +7,7 @@ It prints the command that adds it. Ctrl-C makes it unreachable, and the same co
 
 import contextlib
 import getpass
+import importlib.util
 import os
 import shlex
 import shutil
@@ -63,6 +64,9 @@ options = {
     "--workdir": f"{folder}/work",
     "--trust": shown.stdout.split()[1],
 }
+# jobs of the training kinds need Groupwise there
+if importlib.util.find_spec("groupwise"):
+    options["--python"] = sys.executable
 while server.poll() is None and not listens():
     time.sleep(0.05)
 if server.poll() is None:

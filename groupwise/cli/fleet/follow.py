@@ -146,7 +146,9 @@ def _find_job(access: FleetClient, job_id: str, epoch: int | None) -> dict[str, 
     job = access.progress(job_id)
     if epoch is not None and epoch not in job["epochs"]:
         known_epochs = ", ".join(str(number) for number in job["epochs"]) or "none yet"
-        raise UsageError(f"{job_id} has no attempt {epoch}; there are: {known_epochs}.")
+        raise UsageError(
+            f"{job_id} has no attempt {epoch}. `--attempt` takes the number of the fleet: {known_epochs}."
+        )
     return job
 
 

@@ -32,7 +32,7 @@ LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 """Parts of events that appear elsewhere on the page or mean nothing to people; `--json` has them."""
-NOT_FACTS = frozenset({"machine_time", "untracked"})
+NOT_FACTS = frozenset({"machine_time", "missed_at", "untracked"})
 """Facts of a machine that are for programs, or are shown in another form; `--json` has them."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -194,12 +194,13 @@ def print_job(job: Document, now: float) -> None:
     """Print everything about one job."""
     arguments = job["arguments"]
     submitter = job["submitted_by"] or "SQL"
+    has_run = any(attempt["running_at"] is not None for attempt in job["attempts"])
     print_pairs(
         [
             ("job", job["job_id"]),
             ("name", job["name"]),
             ("status", _status_text(job)),
-            ("reason", job["failure_reason"]),
+            ("reason", job["failure_reason"] or _reason_of_stop(job)),
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
             ("exit code", job["exit_code"] if job["status"] in FINAL else None),
             ("kind", job["job_type"]),
@@ -209,9 +210,9 @@ def print_job(job: Document, now: float) -> None:
             ("needs", needs_text(job["resources"] or {})),
             ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
-            ("started", clock_time(stamp(job["start_time"]))),
+            ("started", clock_time(stamp(job["start_time"])) if has_run else None),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", _duration_text(job, now) if job["end_time"] else None),
+            ("took", _duration_text(job, now) if has_run and job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("resumed", job["generation"] or None),
             ("log", job["log_path"]),
@@ -223,6 +224,15 @@ def print_job(job: Document, now: float) -> None:
     # The attempts' events are shown above; --json has all events.
     of_job = [event for event in job["events"] if event["kind"].startswith("job.")]
     print_section("events", [event_line(event) for event in of_job])
+
+
+def _reason_of_stop(job: Document) -> str | None:
+    """The reason of the last `stop`; None if the job was not stopped, or no reason was given."""
+    if job["status"] != "cancelled" and job["cancel_requested_at"] is None:
+        return None
+    kinds = ("job.cancelled", "job.cancel_requested")
+    details: list[Document] = [e["detail"] or {} for e in job["events"] if e["kind"] in kinds]
+    return next((str(d["reason"]) for d in reversed(details) if d.get("reason")), None)
 
 
 def _checkpoint_text(job: Document, now: float) -> str | None:
@@ -453,6 +463,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
             ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),
+            ("did not answer", clock_time(facts.get("missed_at"))),
             *(
                 (f"  {name}", _value_text(value))
                 for name, value in sorted(facts.items())
@@ -522,7 +533,11 @@ def print_status(fleet_status: Document) -> None:
     jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
     facts = {
         "jobs": [jobs],
-        "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}{outdated}"],
+        "machines": [
+            f"{machines['ready']} of {machines['total']} ready{gpus}{outdated}"
+            if machines["total"]
+            else "none; `groupwise fleet vm add` adds one"
+        ],
         "running": [f"{place}: {', '.join(names)}" for place, names in roles.items()],
     }
     margin = max(map(len, facts)) + 2

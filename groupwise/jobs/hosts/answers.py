@@ -195,7 +195,7 @@ class MemberState:
     gpus: Texts = ()
     """UUIDs of its GPUs at the start."""
     share_mb: Whole | None = None
-    """Memory in MiB of its share of a GPU; None: it has whole GPUs."""
+    """Memory in MB of its share of a GPU; None: it has whole GPUs."""
     slot: Whole | None = None
     """The CPU slot of a job without a GPU."""
     clock: Real | None = None

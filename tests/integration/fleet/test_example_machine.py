@@ -52,6 +52,7 @@ def test_the_machine_of_the_example_can_be_lost_and_found(tmp_path: Path) -> Non
     with contextlib.ExitStack() as connections:
         with playing(tmp_path / "one", port) as said:
             assert said[:5] == ["groupwise", "fleet", "vm", "add", "one"]
+            assert said[-2:] == ["--python", sys.executable]
             assert add(*said[4:]) == 0
             second = [sys.executable, str(EXAMPLE), str(tmp_path / "two"), str(port)]
             refused = subprocess.run(second, check=False, stdout=subprocess.PIPE, timeout=TIMEOUT_S)

@@ -167,10 +167,10 @@ class Collector:
 def _limit_problem(files: Manifest, limits: Limits) -> str | None:
     """The reason if the files exceed the job's limits; the machine should enforce them, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
-    if size > limits.artefact_mb << 20:
+    if size > limits.artefact_mb * 10**6:
         largest = sorted(files, key=lambda path: -files[path].size)[:MAX_PATHS_LISTED]
         listed = ", ".join(f"{path} ({files[path].size} bytes)" for path in largest)
-        return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MiB. The largest: {listed}"
+        return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MB. The largest: {listed}"
     if len(files) > limits.artefact_files:
         return f"the artefacts are {len(files)} files; the job's limit is {limits.artefact_files}"
     return None

@@ -65,7 +65,7 @@ class RequestedLimits(_Strict):
     grace_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] | None = None
     """Seconds between TERM and KILL."""
     artefact_mb: Annotated[int, Field(ge=1, le=MAX_MB)] | None = None
-    """Largest size in MiB of all artefacts of one machine. To fetch nothing, ask for no artefacts."""
+    """Largest size in MB of all artefacts of one machine. To fetch nothing, ask for no artefacts."""
     artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """MAX_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
 

@@ -117,8 +117,8 @@ def fits_model(wanted: str | None, model: str | None, memory_mb: int | None) -> 
     for word in wanted_words:
         size = _GIGABYTES.fullmatch(word)
         if size and not sizes:
-            mib = 1024 * int(size[1])
-            if abs((memory_mb or 0) - mib) >= 0.1 * mib:
+            mb = int(size[1]) * 2**30 // 10**6  # vendors count in GiB
+            if abs((memory_mb or 0) - mb) >= 0.1 * mb:
                 return False
             continue
         rest = "[a-z]?" if re.fullmatch(r"mi\d+", word) else r"\d*" if word[-1].isalpha() else ""

@@ -50,7 +50,7 @@ class Holding:
     whole: frozenset[str] = frozenset()
     """UUIDs of GPUs that are held whole."""
     shares_mb: Mapping[str, int] = field(default_factory=dict[str, int])
-    """MiB of memory shares, by the GPU's UUID."""
+    """MB of memory shares, by the GPU's UUID."""
     slots: frozenset[int] = frozenset()
 
 

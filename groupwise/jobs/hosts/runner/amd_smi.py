@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import read_text
 from groupwise.jobs.hosts.runner.protocol import NO_JSON, as_list, as_object, is_small
-from groupwise.jobs.hosts.runner.smi import GpuReport, gpu_record, machine_memory_mb
+from groupwise.jobs.hosts.runner.smi import GpuReport, gpu_record, in_mb, machine_memory_mb
 
 if TYPE_CHECKING:
     from typing import Any
@@ -60,8 +60,8 @@ def read_amd_smi(probe: Probe) -> GpuReport:
             "GPU-" + "".join(match.groups()) if match else "",
             str(listed.get("bdf")),
             model=asic.get("market_name"),
-            memory_mb=amount_in(memory.get("total_vram")),
-            memory_used_mb=amount_in(memory.get("used_vram")),
+            memory_mb=in_mb(amount_in(memory.get("total_vram"))),
+            memory_used_mb=in_mb(amount_in(memory.get("used_vram"))),
             utilisation=amount_in(load.get("gfx_activity")),
             heats=[heat.get(sensor) for sensor in ("edge", "hotspot", "junction")],
         )
@@ -73,7 +73,7 @@ def read_amd_smi(probe: Probe) -> GpuReport:
         for process in as_list(processes.get(gpu["index"], {}).get("process_list")):
             info = as_object((as_object(process) or {}).get("process_info")) or {}
             usage = as_object(info.get("memory_usage")) or {}
-            memory_mb = amount_in(usage.get("vram_mem", info.get("mem_usage")))
+            memory_mb = in_mb(amount_in(usage.get("vram_mem", info.get("mem_usage"))))
             # A process that has the driver open is listed with every GPU, but has memory only where it computes.
             if is_small(info.get("pid")) and memory_mb != 0:
                 app = {"uuid": gpu["uuid"], "pid": info["pid"], "memory_mb": memory_mb}
@@ -168,8 +168,8 @@ def by_gpu(document: Any) -> dict[int, dict[str, Any]]:
 
 
 def bytes_in(text: str) -> int | None:
-    """Bytes as MiB; None for `UNKNOWN` and the like."""
-    return int(text) >> 20 if re.fullmatch("[0-9]{1,15}", text) else None
+    """Bytes as MB; None for `UNKNOWN` and the like."""
+    return int(text) // 10**6 if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def amount_in(value: Any) -> int | None:

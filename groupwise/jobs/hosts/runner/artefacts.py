@@ -166,7 +166,7 @@ class Artefacts:
     def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
         limits: dict[str, Any] = state.get("limits") or {}
         most_mb = limits.get("artefact_mb")
-        self.bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
+        self.bytes_left = (20_000 if most_mb is None else int(most_mb)) * 10**6
         self.files_left = most_artefacts(state)
         self.room = LARGEST_LISTING
         self.hashes = Hashes(attempt)

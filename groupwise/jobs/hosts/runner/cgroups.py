@@ -53,7 +53,7 @@ class Cgroups:
         """Limit the memory, if there is a memory group."""
         if not self.memory or ram_mb is None:
             return
-        size = str(ram_mb << 20)
+        size = str(ram_mb * 10**6)
         for name, value in (
             ("memory.limit_in_bytes", size),
             ("memory.max", size),

@@ -124,7 +124,7 @@ def take_share(request: LaunchRequest, uuid: str, share_mb: int) -> int:
         used_mb = sum(shares.values())
         if used_mb + share_mb > total:
             holder = ", ".join(sorted(name for name, size_mb in shares.items() if size_mb))
-            message = f"{uuid} has {total} MiB, {used_mb} are shared out to others ({holder})"
+            message = f"{uuid} has {total} MB, {used_mb} are shared out to others ({holder})"
             raise LaunchRefused("gpu_busy", message, holder)
         fd = take_lock(os.path.join(folder, request.attempt.name))
         assert fd is not None, "a share is taken under the lock of its job"
@@ -134,7 +134,7 @@ def take_share(request: LaunchRequest, uuid: str, share_mb: int) -> int:
 
 
 def held_share_mb(path: str) -> int:
-    """The size of a share in MiB if it is held; otherwise 0, and its file is removed."""
+    """The size of a share in MB if it is held; otherwise 0, and its file is removed."""
     if is_locked(path):
         return int(number_in(cell_words(path)) or 0)
     remove_file(path)
@@ -178,7 +178,7 @@ def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> li
             detail = f"{uuid} cannot be read ({report.status})"
             holders.append({"what": "memory", "detail": detail})
         elif idle_mb is not None and used_mb is not None and used_mb > idle_mb:
-            detail = f"{uuid} has {used_mb} MiB in use; idle is {idle_mb}"
+            detail = f"{uuid} has {used_mb} MB in use; idle is {idle_mb}"
             holders.append({"what": "memory", "detail": detail})
         for app in report.apps:
             if app["uuid"] == uuid and not app.get("graphics"):

@@ -107,7 +107,7 @@ class LaunchRequest:
         if self.aliases:
             self.path = self.attempt.at("bin") + ":" + self.path
         self.memory_mb: dict[str, int | None] = {}
-        """Memory of each GPU in MiB, filled in by the GPU probe."""
+        """Memory of each GPU in MB, filled in by the GPU probe."""
         if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
             raise RequestRejected(
                 "bad_request", "its lists of artefacts and checkpoints are too long"

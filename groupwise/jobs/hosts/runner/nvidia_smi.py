@@ -16,6 +16,7 @@ from groupwise.jobs.hosts.runner.protocol import GPU_UUID
 from groupwise.jobs.hosts.runner.smi import (
     GpuReport,
     gpu_record,
+    in_mb,
     machine_memory_mb,
     normalize_cell,
     parse_number,
@@ -199,7 +200,9 @@ def parse_gpus(
             continue
         cells = {name: row.get(name, "") for name in GPU_FIELDS}
         mig = normalize_cell(cells["mig.mode.current"]) == "enabled"
-        total_mb, used_mb = parse_number(cells["memory.total"]), parse_number(cells["memory.used"])
+        total_mb, used_mb = (
+            in_mb(parse_number(cells[name])) for name in ("memory.total", "memory.used")
+        )
         integrated = not mig and (
             normalize_cell(cells["memory.total"]) in NO_MEMORY
             or (total_mb is None and INTEGRATED.search(cells["name"]) is not None)
@@ -253,7 +256,9 @@ def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
         if pid is None or not CARD_UUID.fullmatch(uuid) or not GPU_UUID.fullmatch(uuid):
             unreadable.append(", ".join(row.values())[:200])
             continue
-        apps.append({"uuid": uuid, "pid": pid, "memory_mb": parse_number(row["used_memory"])})
+        apps.append(
+            {"uuid": uuid, "pid": pid, "memory_mb": in_mb(parse_number(row["used_memory"]))}
+        )
     return apps, unreadable
 
 
@@ -277,8 +282,8 @@ def read_details(report: GpuReport, listing: str, xml: str) -> None:
         gpu = gpu_record("nvidia", card["index"], uuid, visible=uuid)
         gpu["problems"] = [*card["problems"]]
         gpu["model"] = f"{card['model'] or 'NVIDIA'} MIG {profile}"
-        gpu["memory_mb"] = parse_number(text_at(found, "fb_memory_usage/total"))
-        gpu["memory_used_mb"] = parse_number(text_at(found, "fb_memory_usage/used"))
+        gpu["memory_mb"] = in_mb(parse_number(text_at(found, "fb_memory_usage/total")))
+        gpu["memory_used_mb"] = in_mb(parse_number(text_at(found, "fb_memory_usage/used")))
         gpu["temperature"] = card["temperature"]
         if found is log:
             gpu["problems"].append("nvidia-smi -q -x does not report it")

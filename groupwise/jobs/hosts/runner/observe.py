@@ -87,16 +87,16 @@ def user_name() -> str:
 
 
 def load_of(root: Root) -> dict[str, Any]:
-    """Current CPU load, memory and disk space."""
+    """Current CPU load, memory and disk space. A MB is a million bytes, as in what jobs ask for."""
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
     disk = os.statvfs(make_folder(root.path))
     return {
         "time": time.time(),
         "load": list(os.getloadavg()),
         "cpus": len(os.sched_getaffinity(0)),
-        "ram_mb": int(memory.get("MemTotal", 0)) >> 10,
-        "ram_free_mb": int(memory.get("MemAvailable", memory.get("MemFree", 0))) >> 10,
-        "disk_free_mb": disk.f_bavail * disk.f_frsize >> 20,
+        "ram_mb": int(memory.get("MemTotal", 0)) * 1024 // 10**6,
+        "ram_free_mb": int(memory.get("MemAvailable", memory.get("MemFree", 0))) * 1024 // 10**6,
+        "disk_free_mb": disk.f_bavail * disk.f_frsize // 10**6,
     }
 
 

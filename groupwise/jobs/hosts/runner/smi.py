@@ -41,9 +41,14 @@ def parse_number(cell: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def in_mb(mib: int | None) -> int | None:
+    """MiB, which the tools print, as MB of a million bytes, in which jobs ask for memory."""
+    return None if mib is None else mib * 2**20 // 10**6
+
+
 def machine_memory_mb() -> int:
-    """The memory of the machine in MiB, which an integrated GPU uses too."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    """The memory of the machine in MB, which an integrated GPU uses too."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**6
 
 
 def gpu_record(vendor: str, index: int, uuid: str, **more: Any) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def gpu_record(vendor: str, index: int, uuid: str, **more: Any) -> dict[str, Any
     record.update(more)
     total_mb, used_mb = record["memory_mb"], record["memory_used_mb"]
     if total_mb is not None and used_mb is not None and used_mb > total_mb:
-        record["problems"].append(f"memory.used: {used_mb} of {total_mb} MiB")
+        record["problems"].append(f"memory.used: {used_mb} of {total_mb} MB")
         record["memory_used_mb"] = None
     return record
 

@@ -6,6 +6,7 @@ The fleet is one, reached both ways. What changes something is either the same w
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from groupwise.cli.fleet.printing import print_status
 from groupwise.cli.main import main
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.client import FleetClient
@@ -24,7 +26,7 @@ from groupwise.jobs.fleet.store.database import connect
 from groupwise.jobs.hosts.files import hash_of
 from tests.fleet_api import api, place_in
 from tests.unit.cli.conftest import BUILT
-from tests.unit.jobs.fleet.queue_helpers import claim_some, finish
+from tests.unit.jobs.fleet.queue_helpers import claim_some, execute, finish
 
 KEY = "environment-key-0123456789"
 pytestmark = pytest.mark.fleet  # a hundred commands, half of them through a socket
@@ -154,6 +156,44 @@ def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:
             code, out, err = ways.both(*words.format(**jobs).split(), *json_too)
             assert code == 0, err
             assert out or err, words
+
+
+def test_show_has_the_time_of_a_job_only_if_its_command_has_run(
+    ways: BothWays, reached: Reached
+) -> None:
+    job, epoch = reached.jobs["done"], reached.jobs["epoch"]
+
+    def words_of_show() -> list[str]:
+        return [line.split()[0] for line in ways.both("show", job)[1].splitlines() if line.split()]
+
+    assert "started" not in words_of_show()
+    assert "took" not in words_of_show()
+    with closing(connect(reached.place.database_url)) as database:
+        execute(database, "UPDATE attempts SET running_at = 5 WHERE epoch = :epoch", epoch=epoch)
+    assert {"started", "took"} <= set(words_of_show())
+
+
+def test_show_begins_with_the_reason_of_a_stop(ways: BothWays, jobs: dict[str, str]) -> None:
+    lines = [line.split() for line in ways.both("show", jobs["cancelled"])[1].splitlines()]
+    assert ["reason", "wrong", "data"] in lines
+
+
+def test_vm_show_has_the_time_of_the_last_missed_look_as_a_date(
+    ways: BothWays, reached: Reached
+) -> None:
+    with closing(connect(reached.place.database_url)) as database:
+        execute(database, "UPDATE vms SET facts = :facts", facts='{"missed_at": 86400.25}')
+    found = ways.both("vm", "show", "vm-1")[1]
+    assert "86400" not in found
+    assert "1970-01-0" in found
+
+
+def test_status_names_the_command_that_adds_a_machine_if_there_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machines = {"ready": 0, "total": 0, "gpus": 0, "gpus_available": 0}
+    print_status({"jobs": {}, "machines": machines, "processes": [], "alarms": []})
+    assert "fleet vm add" in capsys.readouterr().out
 
 
 def test_logs(ways: BothWays, jobs: dict[str, str]) -> None:

@@ -160,7 +160,7 @@ def test_the_log_of_one_attempt_is_printed_so_far(printed_text: Said) -> None:
     assert printed_text() == ("second log\n", "")
     assert follow(fleet, epoch=3)["status"] == "running"
     assert printed_text() == ("first log\n", "")
-    with pytest.raises(UsageError, match="attempt 4"):
+    with pytest.raises(UsageError, match="number of the fleet: 3, 7, 9"):
         follow(fleet, epoch=4)
     fleet.of_rank_1[7], fleet.status = b"rank 1\n", "completed"
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)

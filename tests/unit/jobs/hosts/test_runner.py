@@ -13,6 +13,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -393,6 +394,10 @@ def test_observe_tells_of_attempts_and_of_strangers(either: Machine) -> None:
         {"what": "process", "detail": "gone.7", "pid": stray.pid},
     ]
     assert seen["ram_free_mb"] > 0
+    bytes_here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert seen["ram_mb"] == pytest.approx(bytes_here / 1e6, rel=0.02)
+    free_here = shutil.disk_usage(either.root).free
+    assert seen["disk_free_mb"] == pytest.approx(free_here / 1e6, rel=0.02)
 
 
 def test_the_channel_closes_while_the_command_runs(either: Machine) -> None:

@@ -332,7 +332,7 @@ def test_many_refused_files_are_reported_in_part_and_counted(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""
-    script = "for n in 1 2 3 4 5; do ln -s x outputs/a-$n; head -c 1100000 /dev/zero > outputs/b-$n; done"
+    script = "for n in 1 2 3 4 5; do ln -s x outputs/a-$n; head -c 1020000 /dev/zero > outputs/b-$n; done"
     done(here, "mkdir outputs; " + script, limits={"artefact_mb": 1})
     monkeypatch.setattr("groupwise.jobs.hosts.runner.artefacts.MAX_REFUSED", 2)
     told = in_process(here)

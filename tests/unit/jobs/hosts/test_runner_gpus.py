@@ -72,9 +72,9 @@ def test_a_machine_in_good_health(here: Machine) -> None:
     seen = here.ask("observe")
     fine = {"tool": "nvidia-smi", "status": "ok", "apps": "ok", "lines_not_read": [], "lost": []}
     assert seen["probe"] == fine | {"exit": 0, "said": ""}
-    busy = {"memory_used_mb": 812, "utilisation": 97, "temperature": 71}
+    busy = {"memory_used_mb": 851, "utilisation": 97, "temperature": 71}
     plain = {"vendor": "nvidia", "visible": "1", "mig": False, "integrated": False, "problems": []}
-    card = {"index": 1, "uuid": B, "model": "NVIDIA H100 80GB HBM3", "memory_mb": 81559}
+    card = {"index": 1, "uuid": B, "model": "NVIDIA H100 80GB HBM3", "memory_mb": 85520}
     assert seen["gpus"][1] == card | busy | plain
 
 
@@ -98,7 +98,7 @@ def test_a_machine_in_bad_health(here: Machine) -> None:
         assert unread or lines == [], mode
     show(here, "n/a")
     gpu = here.ask("observe")["gpus"][0]
-    assert gpu["memory_mb"] == 81559
+    assert gpu["memory_mb"] == 85520
     assert [gpu[name] for name in ("memory_used_mb", "utilisation", "temperature")] == [None] * 3
     assert gpu["problems"] == ["memory.used: [N/A]"]
     show(here, "err")
@@ -135,8 +135,8 @@ def test_mig_is_understood(here: Machine) -> None:
     first, second, *rest = here.ask("observe")["gpus"]
     assert (first["mig"], second["mig"], first["problems"]) == (True, False, [])
     assert [(d["index"], d["uuid"], d["memory_mb"]) for d in rest] == [
-        (0, NEW_MIG, 40192),
-        (0, OLD_MIG, 9728),
+        (0, NEW_MIG, 42144),
+        (0, OLD_MIG, 10200),
     ]
     assert rest[0]["model"] == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
     show(here, "normal", {"uuid": A, "mig": devices}, xml="<nvidia_smi_log>")
@@ -203,11 +203,11 @@ def test_a_table_that_was_cut_off_gives_no_wrong_number() -> None:
     text = f"0, {A}, 81559, 12345, 50, 40, Disabled, H100\n1, {B}, 81559, 54321, 50, 40, Disabled, H100\n"
     for kept in range(len(text)):
         for gpu in parse_gpus(text[:kept])[0]:
-            assert gpu["memory_used_mb"] in (12345, 54321)
+            assert gpu["memory_used_mb"] in (12944, 56959)
     text = f"{A}, 4711, 5000\n{B}, 4712, 6000\n"
     for kept in range(len(text)):
         apps, unread = parse_apps(text[:kept])
-        assert [app["memory_mb"] for app in apps] == [5000, 6000][: len(apps)]
+        assert [app["memory_mb"] for app in apps] == [5242, 6291][: len(apps)]
         assert len(apps) + len(unread) == len(text[:kept].splitlines())
 
 
@@ -221,21 +221,21 @@ MACHINE = machine_memory_mb()
 RECORDED: dict[str, tuple[list[tuple[str, str, int | None, int | None, str]], dict[str, str]]] = {
     "gb10": ([("GPU-2dee1e25", "NVIDIA GB10", MACHINE, None, "")], {}),
     "jetson_orin": ([("a9485f58", "Orin (nvgpu)", MACHINE, None, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
-    "lost_card": ([(u, "NVIDIA GeForce RTX 2080 Ti", 11264, 1, "") for u in (CARD_0, CARD_2, CARD_3)], {}),
-    "lost_card_old_driver": ([(u, "NVIDIA GeForce RTX 2080 Ti", 11264, 1, "") for u in (CARD_0, CARD_2, CARD_3)], {}),
-    "lost_cells": ([(CARD_0, "NVIDIA GeForce RTX 2080 Ti", 11264, 1, ""),
+    "lost_card": ([(u, "NVIDIA GeForce RTX 2080 Ti", 11811, 1, "") for u in (CARD_0, CARD_2, CARD_3)], {}),
+    "lost_card_old_driver": ([(u, "NVIDIA GeForce RTX 2080 Ti", 11811, 1, "") for u in (CARD_0, CARD_2, CARD_3)], {}),
+    "lost_cells": ([(CARD_0, "NVIDIA GeForce RTX 2080 Ti", 11811, 1, ""),
                     (LOST, "NVIDIA GeForce RTX 2080 Ti", None, None, "GPU is lost")], {}),
     "mig": ([("GPU-7fdaf0a5", "NVIDIA A100-SXM4-80GB", None, None, "split"),
-             *((f"MIG-{u}", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9728, used, "")
-               for u, used in (("feb88891", 13), ("a25704ba", 2408), ("50f1c4c9", 13)))], {}),
-    "vgpu": ([("GPU-6a1e4d9c", "NVIDIA H100L-2-24C", 24576, 0, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
-    "desktop": ([("GPU-09cb2925", "Quadro P4000", 8105, 701, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
-    "wsl": ([("GPU-b5e386b4", "NVIDIA GeForce GTX 1650 Ti with Max-Q Design", 4096, 120, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
-    "amd-smi/amd_smi": ([("GPU-75e3fd74aab3f72c", "AMD Instinct MI355X", 294896, 283, ""),
-                         ("GPU-6889743843afe909", "AMD Instinct MI355X", 294896, 68000, "")],
+             *((f"MIG-{u}", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10200, used, "")
+               for u, used in (("feb88891", 13), ("a25704ba", 2524), ("50f1c4c9", 13)))], {}),
+    "vgpu": ([("GPU-6a1e4d9c", "NVIDIA H100L-2-24C", 25769, 0, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
+    "desktop": ([("GPU-09cb2925", "Quadro P4000", 8498, 735, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
+    "wsl": ([("GPU-b5e386b4", "NVIDIA GeForce GTX 1650 Ti with Max-Q Design", 4294, 125, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
+    "amd-smi/amd_smi": ([("GPU-75e3fd74aab3f72c", "AMD Instinct MI355X", 309220, 296, ""),
+                         ("GPU-6889743843afe909", "AMD Instinct MI355X", 309220, 71303, "")],
                         {"ROCR_VISIBLE_DEVICES": "GPU-75e3fd74aab3f72c", "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}),
-    "rocm-smi/rocm_smi": ([("GPU-719d230578348e8c", "Radeon RX 7900 XT", 20464, 26, "")], {}),
-    "rocm-smi/rocm_smi_two": ([("GPU-9246bd4f8b2bb12f", "Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]", 16368, 660, "")], {}),
+    "rocm-smi/rocm_smi": ([("GPU-719d230578348e8c", "Radeon RX 7900 XT", 21458, 27, "")], {}),
+    "rocm-smi/rocm_smi_two": ([("GPU-9246bd4f8b2bb12f", "Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]", 17163, 692, "")], {}),
     "tegrastats/tegrastats": ([("GPU-tegra-", "", MACHINE, None, "")], {"CUDA_VISIBLE_DEVICES": "0"}),
 }  # fmt: skip
 """By recording: what is seen, as (UUID, model, memory, memory in use, trouble), and the variables of a job on the first GPU."""
@@ -475,7 +475,7 @@ def test_a_foreign_process_keeps_us_off(here: Machine) -> None:
 
 
 def test_shares_fit_beside_each_other(here: Machine) -> None:
-    card = {"uuid": A, "memory_mb": 1000}
+    card = {"uuid": A, "memory_mb": 954}  # of 2**20 bytes; as many as 1000 of 10**6
     show(here, "normal", card)
     here.sh(FOR_EVER, job="one", gpus=[A], share_mb=600)
     show(here, "normal", card, marker_apps={A: mark(here, "one")})
