@@ -144,8 +144,8 @@ def init(
                 "warm-up",
                 "ok",
                 "none; the task has get_sft_dataset for one",
-                "if hardly any sampled answer is right at first (the command `groupwise eval` at the top of the file says so), make the section "
-                "`warm_up:` at the end of the file active by removing its #",
+                "if hardly any sampled answer is right at first (the command `groupwise eval` at the top of the file says so), make the "
+                "section `warm_up:` at the end of the file active by removing its #",
             )
         )
     config = draft.load().config
