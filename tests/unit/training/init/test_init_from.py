@@ -453,6 +453,47 @@ def test_statements_that_change_rows_in_place_are_copied(statement: str, prompts
     assert "".join(str(row["prompt"]) for row in rows) == prompts
 
 
+BOUND_AGAIN = """
+import random
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+def make(n):
+    out = []
+    for i in range(n):
+        out.append({"question": str(i)})
+    return out
+SIZE = 3
+def right(completions, **kwargs): return [float(str(SIZE) in each) for each in completions]
+rows = Dataset.from_list(make(3))
+rows = rows.map(lambda row: {"prompt": row["question"]})
+GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("SIZE = 3", "SIZE = 3"), ("rows = Data", "make = make\nrows = Data"), ("SIZE = 3\n", ""), ("rows.map", "rows.shuffle().map"),
+    ("make(3))", "make(3))\nrandom = random.Random(3)\nrows = rows.select(random.sample(range(3), 3))"),
+    ("make(3))", "make(3))\nfor i in range(2): rows = rows.shuffle(seed=i)"), ("make(3))", "make(3))\nrows = rows.shuffle(seed=1)"),
+])  # fmt: skip
+def test_a_name_that_is_bound_several_times_is_bound_in_one_place(before: str, after: str) -> None:
+    text = BOUND_AGAIN.replace(before, after)
+    if "SIZE = 3" not in text:
+        text = text.replace("rows = Data", "SIZE, rows = 3, Data")
+    _, report = made("a.py", text)
+    assert findings_of(report) == set()
+    rows = load("a-groupwise.py:get_rl_dataset").object(load_config("a-groupwise.yaml").config)
+    assert sorted(row["prompt"] for row in rows) == ["0", "1", "2"]
+    assert load("a-groupwise.py:right").object(completions=["3"]) == [1.0]
+
+
+@pytest.mark.parametrize("statement", [
+    "if rows: rows.append(1); return", "rows = more + rows\n    more = []",
+])  # fmt: skip
+def test_a_module_that_could_not_run_is_not_written(statement: str) -> None:
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", statement))
+    assert findings_of(report) == {"train_dataset"}
+
+
 def test_a_change_in_place_that_cannot_be_copied_is_reported() -> None:
     change = "if HfArgumentParser().parse_args().short: rows.pop()"
     _, report = made("a.py", IN_PLACE.replace("STATEMENT", change))
