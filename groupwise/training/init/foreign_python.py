@@ -111,6 +111,8 @@ MAX_SKIPPED_LINES = 9
 
 OWN_FUNCTIONS = "own_functions"
 """Not a setting of the run, but the source of a module with copies of the script's own functions (foreign_functions.py)."""
+FLAG_USES = "flag_uses"
+"""Not a setting either, but what the script does with each flag of its own."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
@@ -148,6 +150,7 @@ def of_python(text: str, flags: Mapping[str, Any] | None = None) -> dict[str, An
             reader = _Reader(given_flags=flags)
             reader.read(tree.body)
             settings = reader.settings()
+            settings |= {FLAG_USES: reader.flag_uses} if flags and reader.flag_uses else {}
             makes_messages = reader.take_functions(settings, "\n".join(lines))
             if not makes_messages and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
@@ -174,6 +177,8 @@ class _Reader:
     """Defaults of command-line options."""
     given_flags: Mapping[str, Any] | None = None
     flag_reads: list[str] = field(default_factory=list[str])
+    flag_uses: dict[str, str] = field(default_factory=dict[str, str])
+    """Flag -> what the script does with it."""
     branches: dict[str, bool] = field(default_factory=dict[str, bool])
     """Conditions that these defaults decide, with their lines, and whether they are true."""
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
@@ -325,7 +330,10 @@ class _Reader:
         flags_before = len(self.flag_reads)
         condition = self.value(test)
         if isinstance(condition, bool) and len(self.flag_reads) > flags_before:
-            self.branches[f"`{ast.unparse(test)}` in line {test.lineno}"] = condition
+            written = f"`{ast.unparse(test)}` in line {test.lineno}"
+            self.branches[written] = condition
+            for flag in self.flag_reads[flags_before:]:
+                self.flag_uses[flag] = f"{written} is {condition}"
         return condition
 
     def value(self, node: ast.expr) -> Any:
@@ -379,6 +387,7 @@ class _Reader:
             flags = self.flags | dict(self.given_flags or {})
             if name in flags:
                 self.flag_reads.append(name)
+                self.flag_uses.setdefault(name, f"line {node.lineno} reads it")
                 return flags[name]
         return _unread_node(node)
 

@@ -82,6 +82,8 @@ class Translation:
     own_module: str = "rewards.py"
     """Path of the module that holds the file's own functions, or should."""
     open_r1: bool = False
+    flag_uses: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Flag of a command → what the script that it runs does with it."""
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
     key_statuses: dict[str, KeyStatus] = field(default_factory=dict[str, KeyStatus])
@@ -251,7 +253,9 @@ COUNTED_IN_STEPS = (
 
 def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: str) -> Translation:
     """Our choices for the foreign keys, and the status of each key."""
-    translation = Translation(file, {}, processes, foreign.written, own_module)
+    translation = Translation(
+        file, {}, processes, foreign.written, own_module, flag_uses=foreign.flag_uses
+    )
     for name, value in foreign.settings.items():
         _read_key(translation, name, value)
     translation.open_r1 = (
@@ -465,6 +469,9 @@ def _report_not_taken(translation: Translation, name: str) -> None:
         translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
             translation.remark(name, REMARKS[name])
+    elif use := translation.flag_uses.get(name):
+        translation.key_statuses[name] = "taken"
+        translation.remark(name, f"is a flag of the script itself: {use}")
     elif foreign is not None:
         translation.lose(name, f"is not taken over: {foreign.advice}")
     else:

@@ -527,6 +527,16 @@ def test_an_adapter_that_depends_on_a_condition_is_reported(adapter: str, lora: 
     assert findings_of(report) == {finding.name}
 
 
+def test_flags_that_a_script_reads_for_itself_are_not_reported_as_lost() -> None:
+    Path("a.py").write_text(ADAPTER % "peft = LoraConfig(r=args.rank) if args.full else None")
+    config, report = made("a.sh", "python a.py --full --rank 4 --mystery 3")
+    assert config["lora"]["r"] == 4
+    assert findings_of(report) == {"mystery"}
+    said = {each.name: each.measured for each in report.findings}
+    assert "`args.full` in line 6 is True" in said["full"]
+    assert "line 6 reads it" in said["rank"]
+
+
 PARSED = """
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
