@@ -23,6 +23,8 @@ from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.sources import ENDINGS
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
+USUAL_REMEDY = "Write a literal value there, or edit the written config"
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
@@ -32,7 +34,7 @@ class Unread:
     line: int = 0
     """Line in a Python file; 0 for other files."""
     why: str = "only running the file tells what `{}` is"
-    remedy: str = "Write a literal value there, or edit the written config"
+    remedy: str = USUAL_REMEDY
     of_library: bool = False
     """True if it calls a function of TRL or open-r1."""
 
@@ -632,7 +634,8 @@ class _Reader:
             if self.branches:
                 branches = [f"{test} is {is_true}" for test, is_true in self.branches.items()]
                 why += f". So {', '.join(branches)}"
-            settings["command line"] = Unread("", 0, why)
+            remedy = f"{USUAL_REMEDY}, or give the command in a .sh file"
+            settings["command line"] = Unread("", 0, why, remedy)
         return settings
 
     def _take_settings(

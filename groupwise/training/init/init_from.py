@@ -217,9 +217,21 @@ def _apply_overrides(translation: Translation, overrides: Sequence[str]) -> None
             is_excluded = value is not None and excluded_by.get(choice.path) == path
             if is_section or is_within or is_excluded:
                 del translation.choices[choice.key]
-        translation.choose(".".join(path), value, "given on the command line")
+        key = ".".join(path)
+        translation.findings = [
+            finding
+            for finding in translation.findings
+            if finding.level != "warning" or key not in (finding.name, *_our_key(finding.name))
+        ]
+        translation.choose(key, value, "given on the command line")
     if overrides:
         load_config(_tree(translation))
+
+
+def _our_key(name: str) -> tuple[str, ...]:
+    """Our key for a key of the file, if one value of ours replaces it."""
+    key = "rewards.reward_funcs" if name == "reward_funcs" else SAME_MEANING.get(name)
+    return () if key is None else (key,)
 
 
 def _tree(translation: Translation) -> dict[str, Any]:
@@ -924,6 +936,15 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
                 translation.key_statuses.setdefault(name, "taken" if is_used else unused)
                 entries_text += [name] if is_used else []
     if not rewards:
+        if "reward_funcs" in {*translation.settings, *translation.key_statuses}:
+            missing = Finding(
+                "reward_funcs",
+                "warning",
+                "no rewards were taken over",
+                "the config cannot train yet",
+                "Name them under rewards.reward_funcs, as FILE.py:FUNCTION",
+            )
+            translation.findings.insert(0, missing)
         if "reward_weights" in translation.settings:
             translation.lose(
                 "reward_weights", "is not taken over: no reward is left that it weighs"
@@ -955,11 +976,14 @@ def _choose_success_part(translation: Translation, rewards: list[Any]) -> None:
         translation.remark(
             "eval.success_part",
             "is not set: pass@k counts a completion as solved if the weighted total reaches 0.999. If one of "
-            f"{', '.join(names)} is 1 for a right answer, name it there",
+            f"{', '.join(names)} is 1 for a right answer, name it there and as signals.accuracy_part",
         )
     else:
         translation.choose(
             "eval.success_part", part, "pass@k asks this reward, not the weighted total."
+        )
+        translation.choose(
+            "signals.accuracy_part", part, "The signals and held-out results follow this reward."
         )
 
 

@@ -193,6 +193,7 @@ def test_a_text_that_is_cut_ends_in_a_mark_and_names_of_flags_are_not_cut() -> N
     _, report = made("a.py", f"{text}\nGRPOTrainer('tiny', f, GRPOConfig(beta=b({'a' * 99})))")
     said = {finding.name: finding.measured for finding in report.findings}
     assert [flag for flag in flags if flag in said["command line"]] == flags
+    assert ".sh file" in said["command line"]
     assert "aaa…" in said["beta"]
 
 
@@ -248,6 +249,8 @@ def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) 
     expected = {"reward_funcs": [ours], "reward_weights": [2]} if ours else None
     assert config.get("rewards") == expected
     assert findings_of(report) == (set() if ours else {"reward_funcs", "reward_weights"})
+    warnings = [each for each in report.findings if each.level == "warning"]
+    assert ours or warnings[0].meaning == "the config cannot train yet"
 
 
 def test_an_unknown_reward_in_a_recipe_becomes_a_function_to_write() -> None:
@@ -684,6 +687,7 @@ def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: 
     assert part is None or part in said[0]
     chosen = None if part == "is not set" else part
     assert config.get("eval", {}).get("success_part") == chosen
+    assert config.get("signals", {}).get("accuracy_part") == chosen
 
 
 @pytest.mark.parametrize(("callbacks", "names"), [
@@ -765,6 +769,7 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"),
     ("eval_strategy: steps\neval_steps: 5", "one, always the most"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
+    ("load_best_model_at_end: true", "run.save_total_limit"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
 def test_how_each_key_ended_is_reported(lines: str, name: str) -> None:
