@@ -81,6 +81,9 @@ OTHER_DATASET_REMEDY = (
 )
 COMMAND_REMEDY = "If its values come from the command line, give as --from the .sh file with the command, or the YAML of its --config"
 CONDITION_REASON = "its value depends on a condition, or changes in a loop"
+CALLBACK_REMEDY = (
+    "Write its class into a file, and under callbacks: FILE.py:CLASS (docs/how-to/callbacks.md)"
+)
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
@@ -658,28 +661,50 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
-            value = self._callback_names(value) if name == "callbacks" else value
+            value = self._callbacks(value) if name == "callbacks" else value
             value = self._with_remedy(name, value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
-            if name != "reward_funcs" and not _is_readable(value):
+            by_entry = name == "reward_funcs" or (name == "callbacks" and isinstance(value, list))
+            if not by_entry and not _is_readable(value):
                 value = value if isinstance(value, Unread) else Unread(_as_source(value), call.line)
                 settings.setdefault(name, value)
             else:
                 settings[name] = value
 
-    def _callback_names(self, value: Any) -> Any:
-        """Callbacks by name, `:Class` for one of this file; the value as it is if one has arguments, is of TRL, or is not known."""
-        callbacks = cast("list[Any]", value) if isinstance(value, list) else [value]
-        names: list[str] = []
-        for callback in callbacks:
-            match = isinstance(callback, Unread) and re.fullmatch(r"(\w+)\(\)", callback.written)
-            name = self.imported.get(match[1], "") if match else ""
-            if not re.match(r"(?!trl\b)[\w.]*:", name):
-                return cast("Any", value)
-            names.append(name)
-        return names
+    def _callbacks(self, value: Any) -> Any:
+        """Each callback as an entry of ours, with `:Class` for one of this file, or as an `Unread` that says what to write."""
+        if not isinstance(value, list):
+            return value
+        return [self._callback(callback) for callback in cast("list[Any]", value)]
+
+    def _callback(self, value: Any) -> Any:
+        if not isinstance(value, Unread):
+            return Unread(_as_source(value), 0, remedy=CALLBACK_REMEDY)
+        node = ast.parse(value.written, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name | ast.Attribute):
+            return replace(value, remedy=CALLBACK_REMEDY)
+        name = self._reward_name(Unread(ast.unparse(call.func), value.line))
+        if not isinstance(name, str) or ":" not in name:
+            why = "it works only with the trainer of TRL"
+            return replace(value, why=why, remedy=CALLBACK_REMEDY)
+        parameters = {each.arg or "**": self.value(each.value) for each in call.keywords}
+        if call.args or "**" in parameters or not _is_readable(list(parameters.values())):
+            given = [
+                *(["PARAMETER"] * len(call.args)),
+                *(each.arg or "…" for each in call.keywords),
+            ]
+            values = [*call.args, *(each.value for each in call.keywords)]
+            written = ", ".join(
+                f"{key}: {ast.unparse(each)}" for key, each in zip(given, values, strict=True)
+            )
+            module = "FILE.py" if name.startswith(":") else ""
+            why = "its arguments have no names, or only running the file tells their values"
+            remedy = f"Write under callbacks: {{name: {module}{name}, {written}}}"
+            return replace(value, why=why, remedy=remedy)
+        return {"name": name, **parameters} if parameters else name
 
     def _with_remedy(self, name: str, value: Any) -> Any:
         """If the trainer's arguments or its adapter are not known: with what to do, and what is taken in place of the adapter."""
@@ -736,13 +761,15 @@ class _Reader:
         """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
-        callbacks = settings.get("callbacks")
-        if isinstance(callbacks, list):
-            names = [str(name)[1:] for name in cast("list[Any]", callbacks) if str(name)[0] == ":"]
-            if copy_functions(source, names) is None:
-                settings["callbacks"] = Unread(", ".join(names), why="`{}` cannot be copied")
-            else:
-                own += names
+        if isinstance(callbacks := settings.get("callbacks"), list):
+            entries = cast("list[Any]", callbacks)
+            for index, entry in enumerate(entries):
+                name = entry_name(entry)
+                if name.startswith(":") and copy_functions(source, [name[1:]]) is None:
+                    why = "it is not defined in the file, or cannot be copied"
+                    entries[index] = Unread(name[1:], 0, why, CALLBACK_REMEDY)
+                elif name.startswith(":"):
+                    own.append(name[1:])
         rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True
@@ -856,6 +883,12 @@ def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:
     name, bracket, part = split.partition("[")  # a file by itself has only the split `train`
     path = cast("dict[str, Any]", files).get(name, files)
     return {**arguments, "path": path, "split": f"train{bracket}{part}"}
+
+
+def entry_name(entry: Any) -> str:
+    """The name in an entry of ours, which is a name or a section with one; empty for a value that was not read."""
+    name = cast("dict[str, Any]", entry).get("name") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) else ""
 
 
 def _is_number(value: Any) -> bool:

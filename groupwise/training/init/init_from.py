@@ -51,7 +51,7 @@ from groupwise.training.init.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread
+from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread, entry_name
 from groupwise.training.init.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
@@ -918,10 +918,18 @@ def _translate_rewards(translation: Translation) -> None:
 
 
 def _translate_callbacks(translation: Translation) -> None:
-    if names := translation.take("callbacks"):
-        module = translation.own_module
-        callbacks = [f"{module}{name}" if name.startswith(":") else name for name in names]
+    callbacks: list[Any] = []
+    for entry in cast("list[Any]", translation.take("callbacks") or []):
+        if isinstance(entry, Unread):
+            text = f"`{shorten(entry.written, 60)}` is not taken over: {entry.explanation}. {entry.remedy}"
+            translation.lose("callbacks", text)
+            continue
+        name = entry_name(entry)
+        path = f"{translation.own_module}{name}" if name.startswith(":") else name
+        callbacks.append({**entry, "name": path} if isinstance(entry, dict) else path)
+    if callbacks:
         translation.choose("callbacks", callbacks, translation.origin("callbacks"))
+        translation.key_statuses["callbacks"] = "taken"
 
 
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:

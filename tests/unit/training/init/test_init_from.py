@@ -692,10 +692,18 @@ def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: 
 
 @pytest.mark.parametrize(("callbacks", "names"), [
     ("callbacks=[Stop()])", [":Stop"]), ("callbacks=[Early(), Stop()])", ["transformers:EarlyStoppingCallback", ":Stop"]),
-    (")\ntrainer.add_callback(Stop())", [":Stop"]),
-    ("callbacks=[Stop(3)])", None), ("callbacks=[Rich()])", None), ("callbacks=[Lost()])", None),
+    (")\ntrainer.add_callback(Stop())", [":Stop"]), ("callbacks=[Stop])", [":Stop"]),
+    ("callbacks=[Stop(least=1.3)])", [{"name": ":Stop", "least": 1.3}]),
+    ("callbacks=[Stop(3)])", "{name: FILE.py:Stop, PARAMETER: 3}"), ("callbacks=[Rich()])", "the trainer of TRL"),
+    ("callbacks=[Stop(least=f())])", "{name: FILE.py:Stop, least: f()}"), ("callbacks=[Lost()])", "cannot be copied"),
+    ("callbacks=make())", "callbacks"),
 ])  # fmt: skip
-def test_callbacks_of_the_file_are_copied(callbacks: str, names: list[str] | None) -> None:
+@pytest.mark.parametrize("more", ["", "Stop(), "])
+def test_callbacks_of_the_file_are_copied(
+    callbacks: str, names: list[Any] | str, more: str
+) -> None:
+    """Each by itself: one that is reported does not keep the others from being taken."""
+    callbacks = callbacks.replace("[", f"[{more}")
     config, report = made("a.py", f"""from transformers import EarlyStoppingCallback as Early, TrainerCallback
 from trl import RichProgressCallback as Rich
 LIMIT = 2
@@ -704,10 +712,13 @@ class Stop(TrainerCallback):
 class Lost(TrainerCallback):
     limit = parse_args().limit
 trainer = GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), {callbacks}""")  # fmt: skip
-    assert findings_of(report) == (set() if names else {"callbacks"})
-    if names:
-        expected = [f"a-groupwise.py{name}" if name[0] == ":" else name for name in names]
-        assert config["callbacks"] == expected
+    taken = [":Stop"] * (more != "" and "[" in callbacks)
+    taken += names if isinstance(names, list) else []
+    (said,) = [each.measured for each in report.findings if each.level == "warning"] or [""]
+    assert (names in said) if isinstance(names, str) else not said
+    text = json.dumps(taken).replace('":Stop"', '"a-groupwise.py:Stop"')
+    assert config.get("callbacks", []) == json.loads(text)
+    if taken:
         assert load("a-groupwise.py:Stop", instantiate=False).object.limit == 2
 
 
