@@ -85,6 +85,7 @@ CALLBACK_REMEDY = (
     "Write its class into a file, and under callbacks: FILE.py:CLASS (docs/how-to/callbacks.md)"
 )
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
+BOTH_REMEDY = "Return both from get_rl_dataset and get_eval_dataset of a task file"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
     "data.prompt_format=chat do the same; else write a function of one row into a file, for data.preprocessing_pipeline=FILE.py:FUNCTION"
@@ -123,6 +124,10 @@ CHOICES_OF_ROWS = ("select", "take")
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
 """The hooks of a task that return rows which the file makes itself."""
 SPLIT = "train_test_split"
+DATA_KEYS = {
+    "dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split", "dataset_revision": "revision", SPLIT: SPLIT,
+}  # fmt: skip
+"""Our keys for the arguments of `load_dataset`."""
 CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
@@ -190,6 +195,10 @@ class _Reader:
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
     """What the file does to the rows of the trainer's dataset."""
+    train_rows: str = ""
+    """The expression of the trainer's rows."""
+    held_out: ParsedCall | None = None
+    """The held-out rows, if the file changes them otherwise than those that are trained on."""
     variables: dict[str, str] = field(default_factory=dict[str, str])
     """Names of arguments whose value is a variable in the script, with the name of that variable."""
     chosen: Sequence[str] = ()
@@ -721,6 +730,8 @@ class _Reader:
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
+        is_call = isinstance(value, ParsedCall) and value.kind == DATASET_LOADER
+        self.train_rows = str(value.arguments["source"]) if is_call else _as_source(value)
         if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
             line = value.line if isinstance(value, Unread) else 0
             settings["train_dataset"] = Unread(_as_source(value), line, remedy=TASK_REMEDY)
@@ -738,13 +749,7 @@ class _Reader:
             source = str(value.arguments["source"])
             settings.setdefault("train_dataset", Unread(source, value.line, remedy=TASK_REMEDY))
             return
-        settings["dataset_name"] = path
-        for key, argument_name in (
-            ("dataset_config", "name"),
-            ("dataset_train_split", "split"),
-            ("dataset_revision", "revision"),
-            (SPLIT, SPLIT),
-        ):
+        for key, argument_name in DATA_KEYS.items():
             if (argument := value.arguments.get(argument_name)) is not None:
                 settings[key] = argument
         if changes := [name for name in value.arguments.get("changes", ()) if name != SPLIT]:
@@ -761,15 +766,9 @@ class _Reader:
         """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
-        if isinstance(callbacks := settings.get("callbacks"), list):
-            entries = cast("list[Any]", callbacks)
-            for index, entry in enumerate(entries):
-                name = entry_name(entry)
-                if name.startswith(":") and copy_functions(source, [name[1:]]) is None:
-                    why = "it is not defined in the file, or cannot be copied"
-                    entries[index] = Unread(name[1:], 0, why, CALLBACK_REMEDY)
-                elif name.startswith(":"):
-                    own.append(name[1:])
+        own += _callbacks_to_copy(settings.get("callbacks"), source)
+        if self.held_out is not None and self._take_both_sets(settings, source, own, self.held_out):
+            return True
         rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True
@@ -794,6 +793,32 @@ class _Reader:
         settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
         return makes_messages
 
+    def _take_both_sets(
+        self, settings: dict[str, Any], source: str, own: Sequence[str], held_out: ParsedCall
+    ) -> bool:
+        """Copy the code of both sets, as `process_row` would change their rows alike; False, and a warning, if it cannot be copied."""
+        hooks = {
+            ROWS: self.variables.get("train_dataset", self.train_rows),
+            HELD_OUT_ROWS: self.variables.get("eval_dataset", str(held_out.arguments["source"])),
+        }
+        copied = copy_functions(source, own, hooks=hooks)
+        if copied is None:
+            trained, other = (
+                _steps(self.row_changes),
+                _steps(held_out.arguments.get("row_changes", ())),
+            )
+            why = (
+                f"`{{}}` has rows that the file changes by {', '.join(other) or 'nothing'}, and those that are trained on by "
+                f"{', '.join(trained) or 'nothing'}; here both are changed alike"
+            )
+            written = str(held_out.arguments["source"])
+            settings["eval_dataset"] = Unread(written, held_out.line, why, BOTH_REMEDY)
+            return False
+        for name in (*DATA_KEYS, "dataset_test_split", "train_dataset"):
+            settings.pop(name, None)
+        settings[OWN_FUNCTIONS] = copied
+        return True
+
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""
         if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
@@ -814,6 +839,9 @@ class _Reader:
             )
         elif SPLIT not in settings:
             settings.setdefault("dataset_test_split", split)
+        changes = value.arguments.get("row_changes", ())
+        if "eval_dataset" not in settings and _steps(changes) != _steps(self.row_changes):
+            self.held_out = value
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
         """The system prompt in the file's messages, if all of them have the same one."""
@@ -883,6 +911,28 @@ def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:
     name, bracket, part = split.partition("[")  # a file by itself has only the split `train`
     path = cast("dict[str, Any]", files).get(name, files)
     return {**arguments, "path": path, "split": f"train{bracket}{part}"}
+
+
+def _steps(changes: Sequence[ast.Call]) -> list[str]:
+    """What is done to rows, as text: `map(f)`."""
+    return [
+        ast.unparse(ast.Call(ast.Name(called_name(call)), call.args, call.keywords))
+        for call in changes
+    ]
+
+
+def _callbacks_to_copy(entries: Any, source: str) -> list[str]:
+    """The classes of the file among the callbacks. An entry whose class cannot be copied is replaced by an `Unread`."""
+    callbacks = cast("list[Any]", entries) if isinstance(entries, list) else []
+    own: list[str] = []
+    for index, entry in enumerate(callbacks):
+        name = entry_name(entry)
+        if name.startswith(":") and copy_functions(source, [name[1:]]) is None:
+            why = "it is not defined in the file, or cannot be copied"
+            callbacks[index] = Unread(name[1:], 0, why, CALLBACK_REMEDY)
+        elif name.startswith(":"):
+            own.append(name[1:])
+    return own
 
 
 def entry_name(entry: Any) -> str:

@@ -359,6 +359,39 @@ def test_a_map_function_that_needs_more_than_its_row_is_reported_and_not_copied(
     assert "trl" not in Path("a-groupwise.py").read_text()
 
 
+TWO_SETS = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def asked(row): return {"prompt": row["q"] + "?"}
+ALL = load_dataset("json", data_files={"train": "x/train.jsonl", "test": "x/test.jsonl"})
+train = ALL["train"].map(asked)TRAIN
+held = ALL["test"]HELD
+GRPOTrainer("tiny", right, GRPOConfig(eval_strategy="steps"), train_dataset=train, eval_dataset=held).train()
+"""
+
+
+@pytest.mark.parametrize(("train", "held", "prompts"), [
+    (".filter(lambda row: row['level'] < 3)", ".map(asked)", ["1?", "3?,4?"]),
+    ("", ".map(lambda row: {'prompt': 'Q' + row['q']})", ["1?,2?", "Q3,Q4"]),
+    ("", ".map(asked)", []), ("", ".map(lambda row: {'prompt': parse_args().start})", None),
+])  # fmt: skip
+def test_held_out_rows_that_are_changed_otherwise_are_made_as_the_script_makes_them(
+    train: str, held: str, prompts: list[str] | None
+) -> None:
+    Path("x").mkdir()
+    for name, rows in {"train": "12", "test": "34"}.items():
+        lines = [json.dumps({"q": each, "level": int(each) % 2 * 2 or 5}) for each in rows]
+        Path(f"x/{name}.jsonl").write_text("\n".join(lines))
+    values, report = made("a.py", TWO_SETS.replace("TRAIN", train).replace("HELD", held))
+    assert findings_of(report) == ({"eval_dataset"} if prompts is None else set())
+    assert ("data" in values) == (not prompts)
+    if prompts:
+        task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
+        sets = task.rl_examples(config), task.eval_examples(config)
+        assert [",".join(str(each.prompt) for each in rows) for rows in sets] == prompts
+
+
 MADE = """
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
