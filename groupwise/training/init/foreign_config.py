@@ -15,7 +15,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,13 @@ from groupwise.training.init.foreign_names import (
     SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
-from groupwise.training.init.foreign_python import OWN_FUNCTIONS, Unread, of_notebook, of_python
+from groupwise.training.init.foreign_python import (
+    FLAG_USES,
+    OWN_FUNCTIONS,
+    Unread,
+    of_notebook,
+    of_python,
+)
 
 MAPPINGS = frozenset(
     {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
@@ -104,6 +110,8 @@ class ForeignConfig:
     """Usual name → name in the file, of the keys that have another one there: `lora_r` → `r`."""
     own_functions: str | None = None
     """The source of a module with copies of the file's own functions, if they can be copied."""
+    flag_uses: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Flag of a command → what the script that it runs does with it."""
 
 
 def read_foreign(file: Path) -> ForeignConfig:
@@ -143,16 +151,16 @@ def read_foreign(file: Path) -> ForeignConfig:
                 "Begin with `groupwise init --task-module TASK --model MODEL`, and write its values where they belong."
                 + "".join(hints[:MAX_SHOWN_KEYS])
             )
-    own_functions = tree.get(OWN_FUNCTIONS)
+    own_functions, flag_uses = tree.get(OWN_FUNCTIONS), tree.get(FLAG_USES, {})
     written: dict[str, str] = {}
-    settings = _flatten({**tree, OWN_FUNCTIONS: None}, written)
-    del settings[OWN_FUNCTIONS]
+    keys = {name: value for name, value in tree.items() if name not in (OWN_FUNCTIONS, FLAG_USES)}
+    settings = _flatten(keys, written)
     if not settings.keys() & GRPO_KEYS:
         raise UsageError(
             f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
             f"{', '.join(list(settings)[:12]) or 'none'}."
         )
-    return ForeignConfig(settings, written, own_functions)
+    return ForeignConfig(settings, written, own_functions, flag_uses)
 
 
 def _parse_file(file: Path, text: str) -> Any:

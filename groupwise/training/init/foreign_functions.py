@@ -29,6 +29,9 @@ _HARMLESS = {"desc", "num_proc", "load_from_cache_file", "keep_in_memory", "writ
 """Arguments of `map` and `filter` that do not change the rows."""
 
 
+_DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
 def copy_functions(
     source: str,
     names: Sequence[str],
@@ -39,7 +42,7 @@ def copy_functions(
 
     `hooks` maps the name of a task's hook to the expression of the script that it returns. None if that cannot be copied: a name is not
     defined at the top of the script or where it makes its trainer, a change needs more than its row, or what is needed reads the command
-    line or would train as well.
+    line, would train as well, or is not valid in a module.
     """
     tree, lines = ast.parse(source), source.split("\n")
     row = _row_function(free_name(ROW, source), changes) if changes else None
@@ -54,7 +57,7 @@ def copy_functions(
     changes_in_place = ChangesInPlace(statements)
     makers = [index for index, node in enumerate(statements) if _makes_trainer(node)]
     for node in statements[: makers[-1] if makers else None]:
-        bound[node] |= changes_in_place.of(node)
+        bound[node] |= changes_in_place.of(node) & defined
 
     def can_copy(names: set[str]) -> bool:
         if not names - vars(builtins).keys() <= defined:
@@ -75,20 +78,22 @@ def copy_functions(
     needed_by_seeds = set[str]().union(*map(_used_names, seeds))
     chosen |= _needed_statements(needed_by_seeds, bound)[0]
     # What makes the rows alone is called when they are wanted; workers that import the module for its rewards do without.
-    functions = [node for node in chosen if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    needed_at_import = needed_by_rewards.union(*map(_used_names, functions))
-    at_import, _ = _needed_statements(needed_at_import, bound)
+    at_top = {node for node in chosen if isinstance(node, _DEFINITIONS)}
+    at_top |= {*filter(_is_needed_anyway, statements)}
+    at_import = _needed_at_import(needed_by_rewards, chosen, at_top, bound)
     if any(map(_imports_random, at_import)):
         at_import |= {*seeds, *_needed_statements(needed_by_seeds, bound)[0]}
-    at_import |= {node for node in chosen if isinstance(node, ast.Import | ast.ImportFrom)}
-    at_import |= {*functions, *filter(_is_needed_anyway, statements)}
+    at_import |= at_top
     parts = [_text(node, lines) for node in statements if node in at_import]
     if hooks:
         makes = [node for node in statements if node in chosen - at_import or node in seeds]
         name = free_name(MAKE_ROWS, source)
+        # A `return` among them would compile in the function, and end it without the rows.
+        if _reads_unbound(makes) or not _compiles("\n".join(map(ast.unparse, makes))):
+            return None
         parts += _rows_by_hooks(name, dict(zip(hooks, returned, strict=True)), makes)
     text = "\n\n\n".join([*parts, *([ast.unparse(row)] if row else [])]) + "\n"
-    return None if trains_when_imported(text) else text
+    return text if _compiles(text) and not trains_when_imported(text) else None
 
 
 def free_name(wanted: str, source: str) -> str:
@@ -107,6 +112,58 @@ def _needed_statements(
         chosen |= set(added)
         used |= {name for node in added for name in _used_names(node)}
     return chosen, used
+
+
+def _needed_at_import(
+    names: set[str],
+    chosen: set[ast.stmt],
+    at_top: set[ast.stmt],
+    bound: Mapping[ast.stmt, set[str]],
+) -> set[ast.stmt]:
+    """The statements that must run before these names and the functions `at_top` can be used.
+
+    All that binds one name, as `rows = load()` and `rows = rows.map(f)` do, stays together.
+    """
+    functions = [node for node in at_top if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    found, _ = _needed_statements(names | _names_used_by(functions), bound)
+    while again := _binding(_names_bound_by(found | at_top), chosen - found - at_top):
+        found |= again | _needed_statements(_names_used_by(again), bound)[0]
+    return found
+
+
+def _compiles(text: str) -> bool:
+    """False if a statement is not allowed where it stands now, as a `return` of the function that made the trainer."""
+    try:
+        compile(text, "<copied>", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def _binding(names: set[str], statements: Iterable[ast.stmt]) -> set[ast.stmt]:
+    """Those of the statements that bind one of these names."""
+    return {node for node in statements if names.intersection(_bound_names(node))}
+
+
+def _names_bound_by(statements: Iterable[ast.stmt]) -> set[str]:
+    return {name for node in statements for name in _bound_names(node)}
+
+
+def _names_used_by(statements: Iterable[ast.stmt]) -> set[str]:
+    return set[str]().union(*map(_used_names, statements))
+
+
+def _reads_unbound(body: Sequence[ast.stmt]) -> bool:
+    """True if these statements, as the body of a function, read one of its variables before they bind it."""
+    missing = _names_bound_by(body)
+    for node in body:
+        own = set(_bound_names(node))
+        # A compound statement, such as a loop, may bind a name before it reads it.
+        read_first = missing - (own if hasattr(node, "body") else set())
+        if _used_names(node) & read_first:
+            return True
+        missing -= own
+    return False
 
 
 def _rows_by_hooks(

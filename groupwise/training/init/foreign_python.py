@@ -23,6 +23,8 @@ from groupwise.core.terminal.text import shorten
 from groupwise.tasks.data.sources import ENDINGS
 from groupwise.training.init.foreign_functions import ROW, copy_functions, free_name
 
+USUAL_REMEDY = "Write a literal value there, or edit the written config"
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
@@ -32,7 +34,7 @@ class Unread:
     line: int = 0
     """Line in a Python file; 0 for other files."""
     why: str = "only running the file tells what `{}` is"
-    remedy: str = "Write a literal value there, or edit the written config"
+    remedy: str = USUAL_REMEDY
     of_library: bool = False
     """True if it calls a function of TRL or open-r1."""
 
@@ -79,7 +81,11 @@ OTHER_DATASET_REMEDY = (
 )
 COMMAND_REMEDY = "If its values come from the command line, give as --from the .sh file with the command, or the YAML of its --config"
 CONDITION_REASON = "its value depends on a condition, or changes in a loop"
+CALLBACK_REMEDY = (
+    "Write its class into a file, and under callbacks: FILE.py:CLASS (docs/how-to/callbacks.md)"
+)
 HELD_OUT_REMEDY = "data.dataset_test_split and data.test_split_size say what is held out"
+BOTH_REMEDY = "Return both from get_rl_dataset and get_eval_dataset of a task file"
 COLUMNS_REMEDY = (
     "If it only renames columns or makes a chat of a question, data.prompt_column, data.answer_column, data.columns and "
     "data.prompt_format=chat do the same; else write a function of one row into a file, for data.preprocessing_pipeline=FILE.py:FUNCTION"
@@ -111,11 +117,17 @@ MAX_SKIPPED_LINES = 9
 
 OWN_FUNCTIONS = "own_functions"
 """Not a setting of the run, but the source of a module with copies of the script's own functions (foreign_functions.py)."""
+FLAG_USES = "flag_uses"
+"""Not a setting either, but what the script does with each flag of its own."""
 CHOICES_OF_ROWS = ("select", "take")
 """Methods of a dataset that leave rows out."""
 ROWS, HELD_OUT_ROWS = "get_rl_dataset", "get_eval_dataset"
 """The hooks of a task that return rows which the file makes itself."""
 SPLIT = "train_test_split"
+DATA_KEYS = {
+    "dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split", "dataset_revision": "revision", SPLIT: SPLIT,
+}  # fmt: skip
+"""Our keys for the arguments of `load_dataset`."""
 CHANGES_OF_NO_ROW = ("shuffle", SPLIT, "remove_columns", *CHOICES_OF_ROWS)
 """Methods of a dataset after which each row is as before, or only without columns that rewards need not read."""
 
@@ -148,6 +160,7 @@ def of_python(text: str, flags: Mapping[str, Any] | None = None) -> dict[str, An
             reader = _Reader(given_flags=flags)
             reader.read(tree.body)
             settings = reader.settings()
+            settings |= {FLAG_USES: reader.flag_uses} if flags and reader.flag_uses else {}
             makes_messages = reader.take_functions(settings, "\n".join(lines))
             if not makes_messages and settings.get("system_prompt") is None:
                 settings |= reader.system_prompt(tree)
@@ -174,12 +187,18 @@ class _Reader:
     """Defaults of command-line options."""
     given_flags: Mapping[str, Any] | None = None
     flag_reads: list[str] = field(default_factory=list[str])
+    flag_uses: dict[str, str] = field(default_factory=dict[str, str])
+    """Flag -> what the script does with it."""
     branches: dict[str, bool] = field(default_factory=dict[str, bool])
     """Conditions that these defaults decide, with their lines, and whether they are true."""
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])
     """Datasets after each of their changes."""
     row_changes: Sequence[ast.Call] = ()
     """What the file does to the rows of the trainer's dataset."""
+    train_rows: str = ""
+    """The expression of the trainer's rows."""
+    held_out: ParsedCall | None = None
+    """The held-out rows, if the file changes them otherwise than those that are trained on."""
     variables: dict[str, str] = field(default_factory=dict[str, str])
     """Names of arguments whose value is a variable in the script, with the name of that variable."""
     chosen: Sequence[str] = ()
@@ -325,7 +344,10 @@ class _Reader:
         flags_before = len(self.flag_reads)
         condition = self.value(test)
         if isinstance(condition, bool) and len(self.flag_reads) > flags_before:
-            self.branches[f"`{ast.unparse(test)}` in line {test.lineno}"] = condition
+            written = f"`{ast.unparse(test)}` in line {test.lineno}"
+            self.branches[written] = condition
+            for flag in self.flag_reads[flags_before:]:
+                self.flag_uses[flag] = f"{written} is {condition}"
         return condition
 
     def value(self, node: ast.expr) -> Any:
@@ -379,6 +401,7 @@ class _Reader:
             flags = self.flags | dict(self.given_flags or {})
             if name in flags:
                 self.flag_reads.append(name)
+                self.flag_uses.setdefault(name, f"line {node.lineno} reads it")
                 return flags[name]
         return _unread_node(node)
 
@@ -623,7 +646,8 @@ class _Reader:
             if self.branches:
                 branches = [f"{test} is {is_true}" for test, is_true in self.branches.items()]
                 why += f". So {', '.join(branches)}"
-            settings["command line"] = Unread("", 0, why)
+            remedy = f"{USUAL_REMEDY}, or give the command in a .sh file"
+            settings["command line"] = Unread("", 0, why, remedy)
         return settings
 
     def _take_settings(
@@ -646,28 +670,50 @@ class _Reader:
             if isinstance(value, ParsedCall):
                 self._take_settings(settings, value, used_calls)
                 continue
-            value = self._callback_names(value) if name == "callbacks" else value
+            value = self._callbacks(value) if name == "callbacks" else value
             value = self._with_remedy(name, value)
             value = self._reward_names(value) if name == "reward_funcs" else value
             if call.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
-            if name != "reward_funcs" and not _is_readable(value):
+            by_entry = name == "reward_funcs" or (name == "callbacks" and isinstance(value, list))
+            if not by_entry and not _is_readable(value):
                 value = value if isinstance(value, Unread) else Unread(_as_source(value), call.line)
                 settings.setdefault(name, value)
             else:
                 settings[name] = value
 
-    def _callback_names(self, value: Any) -> Any:
-        """Callbacks by name, `:Class` for one of this file; the value as it is if one has arguments, is of TRL, or is not known."""
-        callbacks = cast("list[Any]", value) if isinstance(value, list) else [value]
-        names: list[str] = []
-        for callback in callbacks:
-            match = isinstance(callback, Unread) and re.fullmatch(r"(\w+)\(\)", callback.written)
-            name = self.imported.get(match[1], "") if match else ""
-            if not re.match(r"(?!trl\b)[\w.]*:", name):
-                return cast("Any", value)
-            names.append(name)
-        return names
+    def _callbacks(self, value: Any) -> Any:
+        """Each callback as an entry of ours, with `:Class` for one of this file, or as an `Unread` that says what to write."""
+        if not isinstance(value, list):
+            return value
+        return [self._callback(callback) for callback in cast("list[Any]", value)]
+
+    def _callback(self, value: Any) -> Any:
+        if not isinstance(value, Unread):
+            return Unread(_as_source(value), 0, remedy=CALLBACK_REMEDY)
+        node = ast.parse(value.written, mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name | ast.Attribute):
+            return replace(value, remedy=CALLBACK_REMEDY)
+        name = self._reward_name(Unread(ast.unparse(call.func), value.line))
+        if not isinstance(name, str) or ":" not in name:
+            why = "it works only with the trainer of TRL"
+            return replace(value, why=why, remedy=CALLBACK_REMEDY)
+        parameters = {each.arg or "**": self.value(each.value) for each in call.keywords}
+        if call.args or "**" in parameters or not _is_readable(list(parameters.values())):
+            given = [
+                *(["PARAMETER"] * len(call.args)),
+                *(each.arg or "…" for each in call.keywords),
+            ]
+            values = [*call.args, *(each.value for each in call.keywords)]
+            written = ", ".join(
+                f"{key}: {ast.unparse(each)}" for key, each in zip(given, values, strict=True)
+            )
+            module = "FILE.py" if name.startswith(":") else ""
+            why = "its arguments have no names, or only running the file tells their values"
+            remedy = f"Write under callbacks: {{name: {module}{name}, {written}}}"
+            return replace(value, why=why, remedy=remedy)
+        return {"name": name, **parameters} if parameters else name
 
     def _with_remedy(self, name: str, value: Any) -> Any:
         """If the trainer's arguments or its adapter are not known: with what to do, and what is taken in place of the adapter."""
@@ -684,6 +730,8 @@ class _Reader:
 
     def _take_dataset(self, settings: dict[str, Any], value: Any) -> None:
         """Take the dataset from which the trainer's rows were loaded, and report its transformations, which are not taken over."""
+        is_call = isinstance(value, ParsedCall) and value.kind == DATASET_LOADER
+        self.train_rows = str(value.arguments["source"]) if is_call else _as_source(value)
         if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
             line = value.line if isinstance(value, Unread) else 0
             settings["train_dataset"] = Unread(_as_source(value), line, remedy=TASK_REMEDY)
@@ -701,13 +749,7 @@ class _Reader:
             source = str(value.arguments["source"])
             settings.setdefault("train_dataset", Unread(source, value.line, remedy=TASK_REMEDY))
             return
-        settings["dataset_name"] = path
-        for key, argument_name in (
-            ("dataset_config", "name"),
-            ("dataset_train_split", "split"),
-            ("dataset_revision", "revision"),
-            (SPLIT, SPLIT),
-        ):
+        for key, argument_name in DATA_KEYS.items():
             if (argument := value.arguments.get(argument_name)) is not None:
                 settings[key] = argument
         if changes := [name for name in value.arguments.get("changes", ()) if name != SPLIT]:
@@ -724,13 +766,9 @@ class _Reader:
         """
         rewards = cast("list[Any]", settings.get("reward_funcs") or [])
         own = [str(name)[1:] for name in rewards if str(name).startswith(":")]
-        callbacks = settings.get("callbacks")
-        if isinstance(callbacks, list):
-            names = [str(name)[1:] for name in cast("list[Any]", callbacks) if str(name)[0] == ":"]
-            if copy_functions(source, names) is None:
-                settings["callbacks"] = Unread(", ".join(names), why="`{}` cannot be copied")
-            else:
-                own += names
+        own += _callbacks_to_copy(settings.get("callbacks"), source)
+        if self.held_out is not None and self._take_both_sets(settings, source, own, self.held_out):
+            return True
         rows, held_out = settings.get("train_dataset"), settings.get("eval_dataset")
         copied = copy_functions(source, own, self.row_changes) if self.row_changes else None
         makes_messages = True
@@ -755,6 +793,32 @@ class _Reader:
         settings |= {} if copied is None else {OWN_FUNCTIONS: copied}
         return makes_messages
 
+    def _take_both_sets(
+        self, settings: dict[str, Any], source: str, own: Sequence[str], held_out: ParsedCall
+    ) -> bool:
+        """Copy the code of both sets, as `process_row` would change their rows alike; False, and a warning, if it cannot be copied."""
+        hooks = {
+            ROWS: self.variables.get("train_dataset", self.train_rows),
+            HELD_OUT_ROWS: self.variables.get("eval_dataset", str(held_out.arguments["source"])),
+        }
+        copied = copy_functions(source, own, hooks=hooks)
+        if copied is None:
+            trained, other = (
+                _steps(self.row_changes),
+                _steps(held_out.arguments.get("row_changes", ())),
+            )
+            why = (
+                f"`{{}}` has rows that the file changes by {', '.join(other) or 'nothing'}, and those that are trained on by "
+                f"{', '.join(trained) or 'nothing'}; here both are changed alike"
+            )
+            written = str(held_out.arguments["source"])
+            settings["eval_dataset"] = Unread(written, held_out.line, why, BOTH_REMEDY)
+            return False
+        for name in (*DATA_KEYS, "dataset_test_split", "train_dataset"):
+            settings.pop(name, None)
+        settings[OWN_FUNCTIONS] = copied
+        return True
+
     def _take_held_out(self, settings: dict[str, Any], value: Any) -> None:
         """Take the evaluation rows if they are a split of the training dataset."""
         if not isinstance(value, ParsedCall) or value.kind != DATASET_LOADER:
@@ -775,6 +839,9 @@ class _Reader:
             )
         elif SPLIT not in settings:
             settings.setdefault("dataset_test_split", split)
+        changes = value.arguments.get("row_changes", ())
+        if "eval_dataset" not in settings and _steps(changes) != _steps(self.row_changes):
+            self.held_out = value
 
     def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
         """The system prompt in the file's messages, if all of them have the same one."""
@@ -844,6 +911,34 @@ def _file_of_split(arguments: dict[str, Any]) -> dict[str, Any]:
     name, bracket, part = split.partition("[")  # a file by itself has only the split `train`
     path = cast("dict[str, Any]", files).get(name, files)
     return {**arguments, "path": path, "split": f"train{bracket}{part}"}
+
+
+def _steps(changes: Sequence[ast.Call]) -> list[str]:
+    """What is done to rows, as text: `map(f)`."""
+    return [
+        ast.unparse(ast.Call(ast.Name(called_name(call)), call.args, call.keywords))
+        for call in changes
+    ]
+
+
+def _callbacks_to_copy(entries: Any, source: str) -> list[str]:
+    """The classes of the file among the callbacks. An entry whose class cannot be copied is replaced by an `Unread`."""
+    callbacks = cast("list[Any]", entries) if isinstance(entries, list) else []
+    own: list[str] = []
+    for index, entry in enumerate(callbacks):
+        name = entry_name(entry)
+        if name.startswith(":") and copy_functions(source, [name[1:]]) is None:
+            why = "it is not defined in the file, or cannot be copied"
+            callbacks[index] = Unread(name[1:], 0, why, CALLBACK_REMEDY)
+        elif name.startswith(":"):
+            own.append(name[1:])
+    return own
+
+
+def entry_name(entry: Any) -> str:
+    """The name in an entry of ours, which is a name or a section with one; empty for a value that was not read."""
+    name = cast("dict[str, Any]", entry).get("name") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) else ""
 
 
 def _is_number(value: Any) -> bool:

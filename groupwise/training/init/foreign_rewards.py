@@ -73,7 +73,7 @@ def reward_entry(
         function_name = match[1].rpartition(".")[2] if match else ""
         equivalent = meaning_of(function_name, registered_rewards()) if name.of_library else None
         if equivalent is None or not equivalent.rewards:
-            text = f"`{shorten(name.written, 60)}` of line {name.line} is not taken over. Write a function that has a name in its place"
+            text = f"`{shorten(name.written, 60)}` of line {name.line} is not taken over. Write a `def` at the top of the file"
             return None, text, True
         entry = _with_parameters(function_name, equivalent, settings, open_r1)
         remark = (

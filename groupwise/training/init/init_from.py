@@ -51,7 +51,7 @@ from groupwise.training.init.foreign_names import (
     WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
-from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread
+from groupwise.training.init.foreign_python import ROWS, SPLIT, Unread, entry_name
 from groupwise.training.init.foreign_rewards import (
     CODE_REWARDS,
     OPEN_R1_REWARDS,
@@ -82,6 +82,8 @@ class Translation:
     own_module: str = "rewards.py"
     """Path of the module that holds the file's own functions, or should."""
     open_r1: bool = False
+    flag_uses: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Flag of a command → what the script that it runs does with it."""
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
     key_statuses: dict[str, KeyStatus] = field(default_factory=dict[str, KeyStatus])
@@ -215,9 +217,21 @@ def _apply_overrides(translation: Translation, overrides: Sequence[str]) -> None
             is_excluded = value is not None and excluded_by.get(choice.path) == path
             if is_section or is_within or is_excluded:
                 del translation.choices[choice.key]
-        translation.choose(".".join(path), value, "given on the command line")
+        key = ".".join(path)
+        translation.findings = [
+            finding
+            for finding in translation.findings
+            if finding.level != "warning" or key not in (finding.name, *_our_key(finding.name))
+        ]
+        translation.choose(key, value, "given on the command line")
     if overrides:
         load_config(_tree(translation))
+
+
+def _our_key(name: str) -> tuple[str, ...]:
+    """Our key for a key of the file, if one value of ours replaces it."""
+    key = "rewards.reward_funcs" if name == "reward_funcs" else SAME_MEANING.get(name)
+    return () if key is None else (key,)
 
 
 def _tree(translation: Translation) -> dict[str, Any]:
@@ -251,7 +265,9 @@ COUNTED_IN_STEPS = (
 
 def translate(file: Path, foreign: ForeignConfig, processes: int, own_module: str) -> Translation:
     """Our choices for the foreign keys, and the status of each key."""
-    translation = Translation(file, {}, processes, foreign.written, own_module)
+    translation = Translation(
+        file, {}, processes, foreign.written, own_module, flag_uses=foreign.flag_uses
+    )
     for name, value in foreign.settings.items():
         _read_key(translation, name, value)
     translation.open_r1 = (
@@ -465,6 +481,9 @@ def _report_not_taken(translation: Translation, name: str) -> None:
         translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
             translation.remark(name, REMARKS[name])
+    elif use := translation.flag_uses.get(name):
+        translation.key_statuses[name] = "taken"
+        translation.remark(name, f"is a flag of the script itself: {use}")
     elif foreign is not None:
         translation.lose(name, f"is not taken over: {foreign.advice}")
     else:
@@ -899,10 +918,18 @@ def _translate_rewards(translation: Translation) -> None:
 
 
 def _translate_callbacks(translation: Translation) -> None:
-    if names := translation.take("callbacks"):
-        module = translation.own_module
-        callbacks = [f"{module}{name}" if name.startswith(":") else name for name in names]
+    callbacks: list[Any] = []
+    for entry in cast("list[Any]", translation.take("callbacks") or []):
+        if isinstance(entry, Unread):
+            text = f"`{shorten(entry.written, 60)}` is not taken over: {entry.explanation}. {entry.remedy}"
+            translation.lose("callbacks", text)
+            continue
+        name = entry_name(entry)
+        path = f"{translation.own_module}{name}" if name.startswith(":") else name
+        callbacks.append({**entry, "name": path} if isinstance(entry, dict) else path)
+    if callbacks:
         translation.choose("callbacks", callbacks, translation.origin("callbacks"))
+        translation.key_statuses["callbacks"] = "taken"
 
 
 def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:
@@ -917,6 +944,15 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
                 translation.key_statuses.setdefault(name, "taken" if is_used else unused)
                 entries_text += [name] if is_used else []
     if not rewards:
+        if "reward_funcs" in {*translation.settings, *translation.key_statuses}:
+            missing = Finding(
+                "reward_funcs",
+                "warning",
+                "no rewards were taken over",
+                "the config cannot train yet",
+                "Name them under rewards.reward_funcs, as FILE.py:FUNCTION",
+            )
+            translation.findings.insert(0, missing)
         if "reward_weights" in translation.settings:
             translation.lose(
                 "reward_weights", "is not taken over: no reward is left that it weighs"
@@ -948,11 +984,14 @@ def _choose_success_part(translation: Translation, rewards: list[Any]) -> None:
         translation.remark(
             "eval.success_part",
             "is not set: pass@k counts a completion as solved if the weighted total reaches 0.999. If one of "
-            f"{', '.join(names)} is 1 for a right answer, name it there",
+            f"{', '.join(names)} is 1 for a right answer, name it there and as signals.accuracy_part",
         )
     else:
         translation.choose(
             "eval.success_part", part, "pass@k asks this reward, not the weighted total."
+        )
+        translation.choose(
+            "signals.accuracy_part", part, "The signals and held-out results follow this reward."
         )
 
 

@@ -193,6 +193,7 @@ def test_a_text_that_is_cut_ends_in_a_mark_and_names_of_flags_are_not_cut() -> N
     _, report = made("a.py", f"{text}\nGRPOTrainer('tiny', f, GRPOConfig(beta=b({'a' * 99})))")
     said = {finding.name: finding.measured for finding in report.findings}
     assert [flag for flag in flags if flag in said["command line"]] == flags
+    assert ".sh file" in said["command line"]
     assert "aaa…" in said["beta"]
 
 
@@ -248,6 +249,8 @@ def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) 
     expected = {"reward_funcs": [ours], "reward_weights": [2]} if ours else None
     assert config.get("rewards") == expected
     assert findings_of(report) == (set() if ours else {"reward_funcs", "reward_weights"})
+    warnings = [each for each in report.findings if each.level == "warning"]
+    assert ours or warnings[0].meaning == "the config cannot train yet"
 
 
 def test_an_unknown_reward_in_a_recipe_becomes_a_function_to_write() -> None:
@@ -356,6 +359,39 @@ def test_a_map_function_that_needs_more_than_its_row_is_reported_and_not_copied(
     assert "trl" not in Path("a-groupwise.py").read_text()
 
 
+TWO_SETS = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+def right(completions, **kwargs): return [0.0 for _ in completions]
+def asked(row): return {"prompt": row["q"] + "?"}
+ALL = load_dataset("json", data_files={"train": "x/train.jsonl", "test": "x/test.jsonl"})
+train = ALL["train"].map(asked)TRAIN
+held = ALL["test"]HELD
+GRPOTrainer("tiny", right, GRPOConfig(eval_strategy="steps"), train_dataset=train, eval_dataset=held).train()
+"""
+
+
+@pytest.mark.parametrize(("train", "held", "prompts"), [
+    (".filter(lambda row: row['level'] < 3)", ".map(asked)", ["1?", "3?,4?"]),
+    ("", ".map(lambda row: {'prompt': 'Q' + row['q']})", ["1?,2?", "Q3,Q4"]),
+    ("", ".map(asked)", []), ("", ".map(lambda row: {'prompt': parse_args().start})", None),
+])  # fmt: skip
+def test_held_out_rows_that_are_changed_otherwise_are_made_as_the_script_makes_them(
+    train: str, held: str, prompts: list[str] | None
+) -> None:
+    Path("x").mkdir()
+    for name, rows in {"train": "12", "test": "34"}.items():
+        lines = [json.dumps({"q": each, "level": int(each) % 2 * 2 or 5}) for each in rows]
+        Path(f"x/{name}.jsonl").write_text("\n".join(lines))
+    values, report = made("a.py", TWO_SETS.replace("TRAIN", train).replace("HELD", held))
+    assert findings_of(report) == ({"eval_dataset"} if prompts is None else set())
+    assert ("data" in values) == (not prompts)
+    if prompts:
+        task, config = load_task("a-groupwise.py"), load_config("a-groupwise.yaml").config
+        sets = task.rl_examples(config), task.eval_examples(config)
+        assert [",".join(str(each.prompt) for each in rows) for rows in sets] == prompts
+
+
 MADE = """
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -453,6 +489,47 @@ def test_statements_that_change_rows_in_place_are_copied(statement: str, prompts
     assert "".join(str(row["prompt"]) for row in rows) == prompts
 
 
+BOUND_AGAIN = """
+import random
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+def make(n):
+    out = []
+    for i in range(n):
+        out.append({"question": str(i)})
+    return out
+SIZE = 3
+def right(completions, **kwargs): return [float(str(SIZE) in each) for each in completions]
+rows = Dataset.from_list(make(3))
+rows = rows.map(lambda row: {"prompt": row["question"]})
+GRPOTrainer("tiny", right, GRPOConfig(beta=0.1), train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("SIZE = 3", "SIZE = 3"), ("rows = Data", "make = make\nrows = Data"), ("SIZE = 3\n", ""), ("rows.map", "rows.shuffle().map"),
+    ("make(3))", "make(3))\nrandom = random.Random(3)\nrows = rows.select(random.sample(range(3), 3))"),
+    ("make(3))", "make(3))\nfor i in range(2): rows = rows.shuffle(seed=i)"), ("make(3))", "make(3))\nrows = rows.shuffle(seed=1)"),
+])  # fmt: skip
+def test_a_name_that_is_bound_several_times_is_bound_in_one_place(before: str, after: str) -> None:
+    text = BOUND_AGAIN.replace(before, after)
+    if "SIZE = 3" not in text:
+        text = text.replace("rows = Data", "SIZE, rows = 3, Data")
+    _, report = made("a.py", text)
+    assert findings_of(report) == set()
+    rows = load("a-groupwise.py:get_rl_dataset").object(load_config("a-groupwise.yaml").config)
+    assert sorted(row["prompt"] for row in rows) == ["0", "1", "2"]
+    assert load("a-groupwise.py:right").object(completions=["3"]) == [1.0]
+
+
+@pytest.mark.parametrize("statement", [
+    "if rows: rows.append(1); return", "rows = more + rows\n    more = []",
+])  # fmt: skip
+def test_a_module_that_could_not_run_is_not_written(statement: str) -> None:
+    _, report = made("a.py", IN_PLACE.replace("STATEMENT", statement))
+    assert findings_of(report) == {"train_dataset"}
+
+
 def test_a_change_in_place_that_cannot_be_copied_is_reported() -> None:
     change = "if HfArgumentParser().parse_args().short: rows.pop()"
     _, report = made("a.py", IN_PLACE.replace("STATEMENT", change))
@@ -484,6 +561,16 @@ def test_an_adapter_that_depends_on_a_condition_is_reported(adapter: str, lora: 
     (finding,) = [each for each in report.findings if said in each.measured]
     assert finding.level == "warning"
     assert findings_of(report) == {finding.name}
+
+
+def test_flags_that_a_script_reads_for_itself_are_not_reported_as_lost() -> None:
+    Path("a.py").write_text(ADAPTER % "peft = LoraConfig(r=args.rank) if args.full else None")
+    config, report = made("a.sh", "python a.py --full --rank 4 --mystery 3")
+    assert config["lora"]["r"] == 4
+    assert findings_of(report) == {"mystery"}
+    said = {each.name: each.measured for each in report.findings}
+    assert "`args.full` in line 6 is True" in said["full"]
+    assert "line 6 reads it" in said["rank"]
 
 
 PARSED = """
@@ -633,14 +720,23 @@ def test_success_is_that_of_one_reward_if_there_are_several(rewards: str, part: 
     assert part is None or part in said[0]
     chosen = None if part == "is not set" else part
     assert config.get("eval", {}).get("success_part") == chosen
+    assert config.get("signals", {}).get("accuracy_part") == chosen
 
 
 @pytest.mark.parametrize(("callbacks", "names"), [
     ("callbacks=[Stop()])", [":Stop"]), ("callbacks=[Early(), Stop()])", ["transformers:EarlyStoppingCallback", ":Stop"]),
-    (")\ntrainer.add_callback(Stop())", [":Stop"]),
-    ("callbacks=[Stop(3)])", None), ("callbacks=[Rich()])", None), ("callbacks=[Lost()])", None),
+    (")\ntrainer.add_callback(Stop())", [":Stop"]), ("callbacks=[Stop])", [":Stop"]),
+    ("callbacks=[Stop(least=1.3)])", [{"name": ":Stop", "least": 1.3}]),
+    ("callbacks=[Stop(3)])", "{name: FILE.py:Stop, PARAMETER: 3}"), ("callbacks=[Rich()])", "the trainer of TRL"),
+    ("callbacks=[Stop(least=f())])", "{name: FILE.py:Stop, least: f()}"), ("callbacks=[Lost()])", "cannot be copied"),
+    ("callbacks=make())", "callbacks"),
 ])  # fmt: skip
-def test_callbacks_of_the_file_are_copied(callbacks: str, names: list[str] | None) -> None:
+@pytest.mark.parametrize("more", ["", "Stop(), "])
+def test_callbacks_of_the_file_are_copied(
+    callbacks: str, names: list[Any] | str, more: str
+) -> None:
+    """Each by itself: one that is reported does not keep the others from being taken."""
+    callbacks = callbacks.replace("[", f"[{more}")
     config, report = made("a.py", f"""from transformers import EarlyStoppingCallback as Early, TrainerCallback
 from trl import RichProgressCallback as Rich
 LIMIT = 2
@@ -649,10 +745,13 @@ class Stop(TrainerCallback):
 class Lost(TrainerCallback):
     limit = parse_args().limit
 trainer = GRPOTrainer("tiny", "a.b", GRPOConfig(beta=0.1), {callbacks}""")  # fmt: skip
-    assert findings_of(report) == (set() if names else {"callbacks"})
-    if names:
-        expected = [f"a-groupwise.py{name}" if name[0] == ":" else name for name in names]
-        assert config["callbacks"] == expected
+    taken = [":Stop"] * (more != "" and "[" in callbacks)
+    taken += names if isinstance(names, list) else []
+    (said,) = [each.measured for each in report.findings if each.level == "warning"] or [""]
+    assert (names in said) if isinstance(names, str) else not said
+    text = json.dumps(taken).replace('":Stop"', '"a-groupwise.py:Stop"')
+    assert config.get("callbacks", []) == json.loads(text)
+    if taken:
         assert load("a-groupwise.py:Stop", instantiate=False).object.limit == 2
 
 
@@ -714,6 +813,7 @@ def test_only_a_default_value_is_reported_as_one(lines: str, statuses: str) -> N
     ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"),
     ("eval_strategy: steps\neval_steps: 5", "one, always the most"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
+    ("load_best_model_at_end: true", "run.save_total_limit"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
 ])  # fmt: skip
 def test_how_each_key_ended_is_reported(lines: str, name: str) -> None:
