@@ -368,12 +368,12 @@ def test_a_reward_that_misbehaves_costs_its_rollouts_and_nothing_else(groupwise)
 def test_rewards_that_always_fail_stop_the_run_with_a_summary(groupwise):
     task("return [float(len(text)) for text in completions]", 'raise KeyError("gold")')
     said = groupwise("rl", "eval.before_and_after=false")
-    assert said.code == 1
+    assert said.code == 2
     said.has("No rollout could be scored in step 1 (the whole run)", "then start the run again")
     said = groupwise(
         "rl", "training.max_steps=9", "run.name=hopeless", "eval.before_and_after=false"
     )
-    assert said.code == 1
+    assert said.code == 2
     said.has("3 steps in a row", "4 ×", "right", "KeyError", "--resume")
     summary = json.loads(Path("runs/hopeless/summary.json").read_text())
     assert (summary["state"], summary["error"]["code"]) == ("failed", "nothing_scored")
