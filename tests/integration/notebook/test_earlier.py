@@ -190,7 +190,7 @@ def test_an_interrupted_run_can_be_exported_and_sampled(machine, capsys):
     assert export_checkpoint(config, session) == "checkpoints/digits/checkpoints/step-3"
     quick_test(config, session)
     assert "digits@3" in capsys.readouterr().out
-    with pytest.raises(UsageError, match=": beta differ"):
+    with pytest.raises(UsageError, match="other values of beta"):
         evaluate(config_of(beta=0.1), session)
     with pytest.raises(UsageError, match=": seed differ"):
         quick_test(config_of(seed=1), session)
