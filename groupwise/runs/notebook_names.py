@@ -30,12 +30,12 @@ OWN_NAMES = {
     "training.seed": "seed",
 }
 """Keys of the core, with their names in a notebook's config."""
-_PHRASES = {
-    ", or set data.max_prompt_length=null to have none": "",
-    " (rollout.max_rollout_length in environments)": "",
-    "; in a terminal, --resume continues it from its last checkpoint": "",
-}
-"""Remedies that a notebook does not have, with what is said instead."""
+_NOT_HERE = (
+    ", or set data.max_prompt_length=null to have none",
+    " (rollout.max_rollout_length in environments)",
+    "; in a terminal, --resume continues it from its last checkpoint",
+)
+"""Remedies that a notebook does not have; they are left out."""
 _OVERRIDABLE = re.compile(
     r"(?<![\w.])(?:training|sampler|rewards|eval|algorithm|rollout)\.[a-z]\w*\b(?!\.\w|\()"
 )
@@ -52,8 +52,8 @@ def own_names(text: str, given: str = "") -> str:
 
     If keys are left that only `overrides` sets, the text ends by saying so.
     """
-    for phrase, instead in _PHRASES.items():
-        text = text.replace(phrase, instead)
+    for remedy in _NOT_HERE:
+        text = text.replace(remedy, "")
     for key, name in OWN_NAMES.items():
         if key not in given:
             text = re.sub(rf"\b{re.escape(key)}\b", name, text)

@@ -434,7 +434,7 @@ async def _try_known(
 
 
 def _cut(subject: Subject, text: str) -> str:
-    """Cut a text to the longest completion of training; without a model of one's own, a token counts as four characters."""
+    """Cut a text to the longest completion that training allows. If no model was given, a token counts as four characters."""
     limit = rollout_builder.longest_written(subject.config)
     if not subject.own_model:
         return text[: CHARACTERS_PER_TOKEN * limit]

@@ -11,7 +11,7 @@ A statement that only may change an object counts: copied without need it does n
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from groupwise.core.plugins import called_name
 
@@ -62,12 +62,14 @@ class ChangesInPlace:
         """The names whose objects a statement may change. A definition changes nothing until it is called."""
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return set()
-        changed = set(self._changed(statement, frozenset()))
-        while (
-            more := set[str]().union(*(self._sources.get(name, ()) for name in changed)) - changed
-        ):
-            changed |= more
-        return changed - self._modules
+        return self._with_sources(self._changed(statement, frozenset())) - self._modules
+
+    def _with_sources(self, names: Iterable[str]) -> set[str]:
+        """These names, and those of the objects that they may be, or may be a part of."""
+        found = set(names)
+        while more := set[str]().union(*(self._sources.get(name, ()) for name in found)) - found:
+            found |= more
+        return found
 
     def _changed(self, statement: ast.AST, callers: frozenset[str]) -> Iterator[str]:
         for node in ast.walk(statement):
@@ -119,12 +121,8 @@ class ChangesInPlace:
             for child in ast.walk(function)
             if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
         } - shared
-        changed = {name for child in function.body for name in self._changed(child, callers)}
-        while (
-            more := set[str]().union(*(self._sources.get(name, ()) for name in changed)) - changed
-        ):
-            changed |= more
-        for name in changed:
+        changed = (name for child in function.body for name in self._changed(child, callers))
+        for name in self._with_sources(changed):
             if name in given:
                 yield _owner(given[name])
             elif name not in own:

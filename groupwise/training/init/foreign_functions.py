@@ -141,7 +141,7 @@ def _compiles(text: str) -> bool:
 
 
 def _binding(names: set[str], statements: Iterable[ast.stmt]) -> set[ast.stmt]:
-    """Those of the statements that bind one of these names."""
+    """The statements that bind one of these names."""
     return {node for node in statements if names.intersection(_bound_names(node))}
 
 
@@ -154,7 +154,7 @@ def _names_used_by(statements: Iterable[ast.stmt]) -> set[str]:
 
 
 def _reads_unbound(body: Sequence[ast.stmt]) -> bool:
-    """True if these statements, as the body of a function, read one of its variables before they bind it."""
+    """True if a function with this body would read a local variable before it is bound."""
     missing = _names_bound_by(body)
     for node in body:
         own = set(_bound_names(node))

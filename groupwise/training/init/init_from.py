@@ -972,7 +972,7 @@ def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[
 
 
 def _choose_success_part(translation: Translation, rewards: list[Any]) -> None:
-    """Say which reward shows that a completion is right: a weighted total of several may be 1 without it."""
+    """Name the reward that says whether a completion is right: the weighted total of several can reach 1 although it is wrong."""
     texts = [
         str(cast("dict[str, Any]", entry)["name"] if isinstance(entry, dict) else entry)
         for entry in rewards
