@@ -36,6 +36,8 @@ scale, and rounding errors of bfloat16 (a few hundredths) get no colour or the p
 
 LONGEST = 1_000
 """Most characters of a token that are shown."""
+PROMPT = 500
+"""Most tokens shown of the prompt of a row after the first; the end of it."""
 AFTER = 4
 """Tokens decoded after a page, to complete its last character."""
 
@@ -140,14 +142,22 @@ def _reader_of_model(model: str) -> TokenReader | None:
 def segments_of(
     rollout: Rollout, reader: TokenReader, first: int = 0, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all."""
+    """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all.
+
+    A segment that starts a new row has the row's number as `row`, and the end of the row's prompt as `prompt`.
+    """
     segments: list[dict[str, Any]] = []
     start, end = first, math.inf if most is None else first + most
+    row = 1
     for segment in rollout.segments:
         size = len(segment.token_ids)
+        starts_row = segment.prompt_ids is not None
+        row += starts_row
         if end > 0 and (start < size or not size):
             segments.append(
                 {
+                    "row": row if starts_row and start <= 0 else None,
+                    "prompt": "".join(reader.pieces((segment.prompt_ids or ())[-PROMPT:])),
                     "source": segment.source,
                     "version": segment.policy_version,
                     "finish": segment.finish_reason,

@@ -465,7 +465,7 @@ def close_trajectories(transaction: Transaction, row: GroupRow) -> ClosedTraject
             continue
         first = first or sampled[0]
         turns = [Turn(group.example.prompt, group.rollouts[0]) for group in sampled]
-        rollouts.append(join_turns(row.draw, len(rollouts), turns))
+        rollouts.append(join_turns(row.draw, len(rollouts), turns, first.example.prompt))
         members.append(member)
         if name is not None and member not in rewarded:
             without_reward.append(name)

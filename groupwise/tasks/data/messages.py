@@ -183,6 +183,8 @@ def with_arguments(call: Any) -> Any:
     arguments = tool_call.get("arguments")
     if isinstance(arguments, str) and isinstance(parsed := _of_json(arguments), dict):
         tool_call["arguments"] = parsed
+    if not isinstance(tool_call.get("name"), str):
+        raise Unusable("a tool call does not name its function")
     return tool_call
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +97,26 @@ async def test_tokens_come_in_pages_that_read_as_one_text(
     rollout = answer(0, 0, ids=ids)
     with Store.open(run / "run.db") as store:
         [drawn_twice] = rollout.segments
-        segments = (drawn_twice, Segment("environment", (1, 2)), drawn_twice)
+        new_row = replace(drawn_twice, prompt_ids=(2, 3))
+        segments = (drawn_twice, Segment("environment", (1, 2)), new_row)
         both = Rollout(0, 0, 0, (), segments, "", "scored", reward=0.0)
         commit(store, 0, Group(0, Example(0, "p"), (both,)))
     read, drawn = "", 0
+    rows: list[tuple[int, str]] = []
     for page in range(1, 7):
         found = await json_of(tmp_path, f"/runs/tokens/rollouts/1?page={page}")
         assert (found["pages"], found["tokens"]["all"], found["finish"]) == (6, 38, "stop")
         tokens = [each for segment in found["segments"] for each in segment["tokens"]]
         assert len(tokens) == (7 if page < 6 else 3)
         assert found["tokens"]["first"] == drawn + 1
+        rows += [(each["row"], each["prompt"]) for each in found["segments"] if each["row"]]
         drawn += len(tokens)
         read += "".join(each["text"] for each in tokens)
     text = "abcdef€abcdefghi"
-    assert (read, drawn) == (f"{text}bc{text}", 38)
+    assert (read, drawn, rows) == (f"{text}bc{text}", 38, [(2, "cd")])
     async with asking(tmp_path) as found:
         assert (await found.get("/runs/tokens/rollouts/1?page=7")).status_code == 404
+        assert "Row 2 starts here" in (await found.get("/runs/tokens/rollouts/1?page=3")).text
         assert "Tokens 8 to 14 of 38." in (await found.get("/runs/tokens/rollouts/1?page=2")).text
 
 

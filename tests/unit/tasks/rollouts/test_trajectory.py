@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def turn(
 
 
 def rows_of(*turns: Turn) -> list[Row]:
-    rollout = join_turns(4, 2, turns)
+    rollout = join_turns(4, 2, turns, "a")
     assert (rollout.draw, rollout.member, rollout.outcome) == (4, 2, "pending")
     group = Group(4, Example(0, "a"), (rollout,))
     return training_rows([group], [(RolloutCredit(0.5, 1.0),)])
@@ -71,32 +72,80 @@ def test_branches_and_temperatures_have_rows_of_their_own() -> None:
     assert [row.temperature for row in rows_of(root, cooler)] == [1.0, 0.5]
 
 
+QUESTION = {"role": "user", "content": "How many?"}
+TOOL = {"role": "tool", "content": "7"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def call(prompt: Prompt, text: str, **changes: Any) -> Turn:
+    """A call for a test of what readers see, where tokens do not matter."""
+    rollout = turn(prompt, (1,), (2,)).rollout
+    segment = replace(rollout.segments[0], **changes)
+    return Turn(prompt, replace(rollout, segments=(segment,), completion=text))
+
+
+def text_of(*turns: Turn, prompt: Prompt) -> list[str]:
+    return join_turns(0, 0, turns, prompt).completion.split("\n\n")
+
+
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_readers_see_the_conversation(finish) -> None:
-    question = {"role": "user", "content": "How many?"}
-    between = [{"role": "assistant", "content": None}, {"role": "tool", "content": "7"}]
-    last = turn([question, *between], (1, 3, 4), (5,))
-    (segment,) = last.rollout.segments
-    cut = replace(last.rollout, segments=(replace(segment, finish_reason=finish),))
-    rollout = join_turns(0, 0, [turn([question], (1,), (3,)), Turn(last.prompt, cut)])
-    assert rollout.messages == (*between, {"role": "assistant", "content": "said (5,)"})
-    assert rollout.completion == "assistant: \n\ntool: 7\n\nassistant: said (5,)"
+    between = [said("I look."), TOOL]
+    turns = [
+        call([QUESTION], "<think>Where?</think> I look."),
+        call([QUESTION, *between], "Seven.", finish_reason=finish),
+    ]
+    rollout = join_turns(0, 0, turns, [QUESTION])
+    assert rollout.messages == (*between, said("Seven."))
+    assert rollout.completion == (
+        "assistant: <think>Where?</think> I look.\n\ntool: 7\n\nassistant: Seven."
+    )
     assert rollout.truncated == (finish == "length")
 
 
 def test_one_turn_is_a_plain_rollout() -> None:
-    rollout = join_turns(0, 1, [turn("a", (1,), (2,))])
-    assert (rollout.completion, rollout.messages, rollout.ended_by) == ("said (2,)", None, None)
+    rollout = join_turns(0, 1, [call("a", "b")], "a")
+    assert (rollout.completion, rollout.messages, rollout.ended_by) == ("b", None, None)
 
 
 def test_readers_see_which_tool_was_called() -> None:
-    question = {"role": "user", "content": "What does the cup cost?"}
-    call = {"function": {"name": "price", "arguments": {"item": "cup"}}}
-    between = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}]
-    rollout = join_turns(
-        4, 2, [turn([question], (1,), (2,)), turn([question, *between], (1, 3, 4), (5,))]
-    )
-    shown = '<tool_call>\n{"name": "price", "arguments": {"item": "cup"}}\n</tool_call>'
-    assert rollout.completion == f"assistant: {shown}\n\ntool: 7\n\nassistant: said (5,)"
-    assert rollout.messages is not None
-    assert rollout.messages[0] == between[0], "the call itself stays what it was"
+    function = {"name": "price", "arguments": {"item": "cup"}}
+    between = [{"role": "assistant", "content": None, "tool_calls": [{"function": function}]}, TOOL]
+    sampled = '<tool_call>{"name": "price"}</tool_call>'
+    turns = [call([QUESTION], sampled), call([QUESTION, *between], "Seven.")]
+    rollout = join_turns(4, 2, turns, [QUESTION])
+    assert rollout.completion == f"assistant: {sampled}\n\ntool: 7\n\nassistant: Seven."
+    assert rollout.messages == (*between, said("Seven.")), "the call itself stays what it was"
+
+
+def test_readers_see_every_sampled_text_once_under_the_call_that_it_continues() -> None:
+    other = [{"role": "user", "content": "And now?"}]
+    turns = [
+        call([QUESTION], "Six."),
+        call([QUESTION, said("Six."), TOOL], "Seven."),
+        call([QUESTION, said("Edited."), TOOL], "Eight."),
+        call([QUESTION, said("Six."), TOOL], "Nine."),
+        call([QUESTION], "Ten."),
+        call(other, "Eleven."),
+    ]
+    assert text_of(*turns, prompt=[QUESTION]) == [
+        *("assistant: Six.", "tool: 7", "assistant: Seven."),
+        "[call 3 has another history, as the agent sent it]",
+        *("assistant: Edited.", "tool: 7", "assistant: Eight."),
+        *("[call 4 continues call 1]", "tool: 7", "assistant: Nine."),
+        *("[call 5 has the prompt again]", "assistant: Ten."),
+        *("[call 6 has another prompt]", "user: And now?", "assistant: Eleven."),
+    ]
+    assert join_turns(0, 0, turns, [QUESTION]).messages is None
+
+
+def test_readers_see_a_prompt_that_is_not_the_groups() -> None:
+    assert text_of(call("b", "c"), prompt="a") == ["[call 1 has another prompt]", "b", "c"]
+
+
+def test_readers_see_what_stands_between_completions() -> None:
+    turns = [call("a", "b"), call("ab\nc", "d"), call("ab\ncd", "e")]
+    assert text_of(*turns, prompt="a") == ["b", "\nc", "d", "e"]
