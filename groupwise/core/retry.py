@@ -94,7 +94,7 @@ class Outage:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._is_reported = False
+        self._reported_kinds: set[str] = set()
 
     @contextmanager
     def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
@@ -105,16 +105,16 @@ class Outage:
         finally:
             self._report = previous
 
-    def begin(self, message: str) -> None:
-        """Report the message, unless this outage was reported already. Call it after each failure."""
-        if not self._is_reported:
-            self._is_reported = True
+    def begin(self, message: str, kind: str = "") -> None:
+        """Report the message, unless a failure of this kind was reported already in this outage. Call it after each failure."""
+        if kind not in self._reported_kinds:
+            self._reported_kinds.add(kind)
             self._report(message)
 
     def end(self, message: str) -> None:
         """Report the message if an outage was reported. Call it after each answer."""
-        if self._is_reported:
-            self._is_reported = False
+        if self._reported_kinds:
+            self._reported_kinds.clear()
             self._report(message)
 
 

@@ -112,7 +112,9 @@ class Connection:
     def report_failure(self, error: ClientError, seconds: float) -> None:
         """Report that a call failed and will be retried for up to `seconds`, unless the server itself refused it."""
         if isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
-            self.outage.begin(f"{error} Trying again for up to {seconds:.0f} seconds.")
+            # Once nothing listens, the time is shorter than a lost connection's, so that it is said again.
+            kind = "no server" if isinstance(error, NoServer) else ""
+            self.outage.begin(f"{error} Trying again for up to {seconds:.0f} seconds.", kind)
 
     def report_answer(self) -> None:
         """Report that the server answers again, if an outage was reported."""

@@ -174,7 +174,9 @@ def test_a_silent_server_is_reported_once_and_given_up_after_the_retry_time(
         ask(Server(lost()), "status")
 
 
-def test_where_nothing_listens_a_call_ends_sooner(ask: Ask) -> None:
+def test_where_nothing_listens_a_call_ends_sooner(
+    ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = httpx2.ConnectError("connection refused")
     refused.__cause__ = ConnectionRefusedError()
     for first in ([], [lost()] * 6):  # counted from the first refusal
@@ -184,6 +186,8 @@ def test_where_nothing_listens_a_call_ends_sooner(ask: Ask) -> None:
             ask(server, "stop")
         since = sum(server.slept[len(first) :])
         assert since <= NO_SERVER_TIMEOUT < since + 30
+        assert "Trying again for up to 120 seconds" in caplog.records[-1].getMessage()
+        caplog.clear()
     patient = Server(refused)
     patient.retry_timeout = 3600.0
     with pytest.raises(NoServer, match="within 3600 seconds"):
