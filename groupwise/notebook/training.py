@@ -146,6 +146,8 @@ def run_training(
         raise NothingScoredError(f"{error.message}\n{REWARDS_CHANGED}") from error
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
+    for advice in result.summary.get("advice", ()):
+        tell(f"{advice['says']} {advice['do']}")
     return _trainer_state(session, result)
 
 

@@ -11,13 +11,17 @@ from typing import Any
 
 from groupwise.core.errors import StoreError
 from groupwise.core.types import TINY
+from groupwise.runs.encoding import label
 from groupwise.runs.find import mean_of
 from groupwise.runs.folder import is_served, read_config
 from groupwise.runs.notebook_names import is_of_notebook, own_names
+from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 
 RECENT = 10
 """Steps over which the mean is taken."""
+OF_PARTS = 64
+"""Newest rollouts that are read for the names of the rewards: those of a mixture have different ones."""
 
 
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
@@ -224,7 +228,33 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
                 continue
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": do})
-    return advice
+    return [*advice, *_on_parts_without_pay(store, steps)]
+
+
+def _on_parts_without_pay(store: Store, steps: int) -> list[dict[str, Any]]:
+    """Advice on each reward, of several, that was 0 for all completions of the last steps."""
+    newest = RolloutFilter(committed=True, outcome="scored", order="newest", limit=OF_PARTS)
+    parts = [part for view in store.rollouts(newest, 1) for part in view.parts]
+    names = dict.fromkeys(part.name for part in parts if part.weight)
+    unpaid: list[tuple[str, str]] = []
+    for name in names:
+        mean, std = (f"rewards/{label(name)}/{kind}" for kind in ("mean", "std"))
+        curves = store.metrics([mean, std], since=max(0, steps - RECENT))
+        if mean in curves and not any(value for curve in curves.values() for _, value in curve):
+            unpaid.append((name, mean))
+    if len(unpaid) == len(names):  # other advice says that nothing is earned
+        return []
+    return [
+        {
+            "metric": mean,
+            "problem": "",
+            "value": 0.0,
+            "says": f"The reward {name} was 0 for every completion of the last steps: it has taught nothing.",
+            "do": "For a penalty that is as it should be. Other rewards should pay sometimes: let this one pay for a part of what it asks "
+            "for, or ask for it in the prompt.",
+        }
+        for name, mean in unpaid
+    ]
 
 
 def _remedy(rule: Advice, meta: Mapping[str, Any]) -> str:

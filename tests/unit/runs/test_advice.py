@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.core.types import Example, Group, RewardPart, Rollout
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import CLIENTS
 from groupwise.runs.notebook_names import OWN_NAMES
@@ -137,3 +138,18 @@ def test_a_run_that_was_compared_with_its_start_is_not_advised_to_compare(tmp_pa
             )
         advised.append(advice_on(store)[0]["do"])
     assert ["groupwise eval" in text for text in advised] == [True, False]
+
+
+def test_a_reward_that_never_pays_is_named(tmp_path: Path) -> None:
+    parts = (
+        *(RewardPart("right", 0.0), RewardPart("only_number", 0.0, weight=0.5)),
+        RewardPart("length", 0.0, weight=0.0),
+    )
+    rollout = Rollout(0, 0, 0, (), (), "x", "scored", reward=0.0, parts=parts)
+    step = StepRecord(0, 0, 1, "f1", (0,), 1e-5, 1000.0)
+    numbers = {f"rewards/{part.name}/{kind}": 0.0 for part in parts for kind in ("mean", "std")}
+    for right, said in ((0.5, ["The reward only_number was 0"]), (0.0, [])):
+        with Store.create(tmp_path / f"{right}.db") as store:
+            group = Group(0, Example(0, "p"), (rollout,))
+            store.commit_step(step, [group], {**numbers, "rewards/right/mean": right})
+            assert [each["says"].partition(" for ")[0] for each in advice_on(store)] == said
