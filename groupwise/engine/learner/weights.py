@@ -160,7 +160,8 @@ class TrainedAdapter:
     def native(self) -> NativeModel | None:
         if self.dropout:
             logger.warning(
-                "lora.dropout is %g, and with dropout the model is trained by transformers' modules, which is slower",
+                "lora.dropout is %g, and with dropout the model is trained by transformers' modules, which are slower than "
+                "the native code, on a CPU about five times; lora.dropout=0 avoids that",
                 self.dropout,
             )
             return None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from groupwise.core.errors import TaskError
 from groupwise.core.findings import Finding
+from groupwise.core.terminal.text import ending, one_line
 from groupwise.core.types import Example, Prompt
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.tasks.contract import HOOKS, NEEDED, Command, Task, absent_hooks, require
@@ -19,6 +20,8 @@ from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
 
+MAX_QUOTED = 60
+"""Characters quoted of a prompt."""
 MAX_MEASURED_PROMPTS = 2000
 """Largest number of prompts of a dataset whose length is measured, evenly spread over it."""
 
@@ -207,7 +210,7 @@ def check_overlap(
         "overlap",
         "warning",
         f"{len(overlap)} of {len(held_out)} held-out prompts are also trained on "
-        f"(held-out row {overlap[0].row_number} for example){by_sft}",
+        f"({_quoted(overlap[0])}, held-out row {overlap[0].index}, for example){by_sft}",
         "the evaluation partly measures what was learnt by heart",
         "split the rows before they are returned, by prompt",
         data,
@@ -231,6 +234,11 @@ def prompt_as_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in prompt)
+
+
+def _quoted(example: Example) -> str:
+    """The end of an example's prompt, which has the question, as it can be searched for."""
+    return f'"{ending(one_line(prompt_as_text(example.prompt)), MAX_QUOTED)}"'
 
 
 def prompt_lengths(
@@ -305,12 +313,13 @@ def _repeated_prompts(name: str, examples: Sequence[Example], key_of: SameAs) ->
     if not duplicate_count:
         return
     key, occurrences = counts.most_common(1)[0]
-    places = [example.row_number for example in examples if key_of(example) == key][:3]
+    repeated = [example for example in examples if key_of(example) == key]
+    places = [example.index for example in repeated[:3]]
     yield Finding(
         f"{name}: duplicates",
         "warning",
-        f"{rows(duplicate_count)} repeat the prompt of another; the most frequent one occurs {occurrences} times "
-        f"(rows {', '.join(map(str, places))}{' …' if occurrences > 3 else ''})",
+        f"{rows(duplicate_count)} repeat the prompt of another; the most frequent one, {_quoted(repeated[0])}, occurs "
+        f"{occurrences} times (rows {', '.join(map(str, places))}{' …' if occurrences > 3 else ''})",
         "they count as often as they occur",
         "leave them out, unless they are meant to weigh more",
         {"surplus": duplicate_count, "most": occurrences, "rows": places},

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from groupwise.core.types import Example, Prompt
+from groupwise.core.types import Example, NumberedRow, Prompt
 from groupwise.tasks.data.overlap import same_prompt, same_row
 from groupwise.testing import FakeTokenizer
 from groupwise.training.checks.check_data import (
@@ -16,7 +16,11 @@ TOKENIZER = FakeTokenizer()
 
 
 def examples(*prompts: Prompt, **columns: Any) -> list[Example]:
-    return [Example(index, prompt, dict(columns)) for index, prompt in enumerate(prompts)]
+    """Rows that a task has taken from others, which come after 900 that it left out."""
+    return [
+        Example(index, prompt, NumberedRow(columns, 900 + index))
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def findings(
@@ -38,6 +42,7 @@ def test_duplicates_are_counted_by_prompt():
     said = findings(examples("a", "b", "a", "a"))["data: duplicates"]
     assert said.level == "warning"
     assert said.data == {"surplus": 2, "most": 3, "rows": [0, 2, 3]}
+    assert 'the most frequent one, "a", occurs 3 times (rows 0, 2, 3)' in said.measured
     assert "data: duplicates" not in findings(examples("a", "b"))
 
 
@@ -53,6 +58,7 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning():
     train, held = examples("a", "b", "c"), examples("c", "d")
     said = check_overlap(train, held, same_prompt)
     assert (said.level, said.data["shared"]) == ("warning", 1)
+    assert '("c", held-out row 0, for example)' in said.measured
     assert check_overlap(train, examples("d"), same_prompt).level == "ok"
 
 
