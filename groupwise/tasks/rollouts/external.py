@@ -359,11 +359,12 @@ def _rollout_of(
     if not shown:
         empty = Rollout(request.draw, member, 0, request.prompt_ids, (), "")
         return replace(empty, attempt=tries, outcome=outcome, reason=reason, notes=result.notes)
-    whole = join_turns(request.draw, member, [calls.turns[id] for id in shown])
+    prompt = calls.turns[shown[0]].prompt
+    whole = join_turns(request.draw, member, [calls.turns[id] for id in shown], prompt)
     taught = teaching or shown
     rollout = whole
     if taught != shown:
-        rollout = join_turns(request.draw, member, [calls.turns[id] for id in taught])
+        rollout = join_turns(request.draw, member, [calls.turns[id] for id in taught], prompt)
         rollout = replace(rollout, completion=whole.completion, messages=whole.messages)
     ended_by: EndedBy | None = rollout.ended_by
     if calls.cut_by is not None or result.truncated:

@@ -121,7 +121,7 @@ def test_columns_follow_the_last_question_as_lines() -> None:
 
     said = "hi\nhint: wave\nlevel: 0"
     assert [m["content"] for m in asked([USER, ASSISTANT, USER])] == ["hi", "hello", said]
-    called = asked([USER, {"role": "assistant", "tool_calls": [{}]}, TOOL])
+    called = asked([USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}, TOOL])
     assert (called[0]["content"], called[-1]) == (said, TOOL)
     assert asked("hi") == said
 

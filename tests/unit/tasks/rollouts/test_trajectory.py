@@ -126,7 +126,7 @@ def test_readers_see_every_sampled_text_once_under_the_call_that_it_continues() 
     turns = [
         call([QUESTION], "Six."),
         call([QUESTION, said("Six."), TOOL], "Seven."),
-        call([QUESTION, said("Edited."), TOOL], "Eight."),
+        call([QUESTION, {"role": "assistant", "tool_calls": [{"name": "f"}]}, TOOL], "Eight."),
         call([QUESTION, said("Six."), TOOL], "Nine."),
         call([QUESTION], "Ten."),
         call(other, "Eleven."),
@@ -134,7 +134,8 @@ def test_readers_see_every_sampled_text_once_under_the_call_that_it_continues() 
     assert text_of(*turns, prompt=[QUESTION]) == [
         *("assistant: Six.", "tool: 7", "assistant: Seven."),
         "[call 3 has another history, as the agent sent it]",
-        *("assistant: Edited.", "tool: 7", "assistant: Eight."),
+        'assistant: <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        *("tool: 7", "assistant: Eight."),
         *("[call 4 continues call 1]", "tool: 7", "assistant: Nine."),
         *("[call 5 has the prompt again]", "assistant: Ten."),
         *("[call 6 has another prompt]", "user: And now?", "assistant: Eleven."),
