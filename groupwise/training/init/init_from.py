@@ -1099,14 +1099,14 @@ def _translate_datasets(
 def _translate_run(translation: Translation) -> None:
     output_dir = translation.take("output_dir")
     if isinstance(output_dir, str) and output_dir.strip("./ "):
-        folder = Path(output_dir)
-        translation.choose(
-            "run.dir",
-            str(folder.parent) if str(folder.parent) != "." else "runs",
-            translation.origin("output_dir"),
-        )
-        if not translation.settings.get("run_name"):
-            translation.choose("run.name", folder.name, translation.origin("output_dir"))
+        folder, origin = Path(output_dir), translation.origin("output_dir")
+        parent = folder.parent if folder.parent != Path() else Path("runs")
+        named = bool(
+            translation.settings.get("run_name")
+        )  # then it names a folder below output_dir
+        translation.choose("run.dir", str(folder if named else parent), origin)
+        if not named:
+            translation.choose("run.name", folder.name, origin)
     evaluates = translation.settings.get("do_eval") or _evaluates(translation)
     if "dataset_test_split" in translation.settings and not evaluates:
         translation.key_statuses["dataset_test_split"] = "no effect"

@@ -211,6 +211,16 @@ def test_steps_that_count_updates_there_are_divided_by_the_updates_of_a_step_her
     assert epochs["training"]["num_train_epochs"] == 3
 
 
+@pytest.mark.parametrize(("line", "folder", "name"), [
+    ("output_dir: outputs/grpo", "outputs", "grpo"),
+    ("output_dir: grpo", "runs", "grpo"),
+    ("output_dir: outputs/grpo\nrun_name: first", "outputs/grpo", "first"),
+])  # fmt: skip
+def test_a_run_is_where_output_dir_says(line: str, folder: str, name: str) -> None:
+    run = small(line)[0]["run"]
+    assert (run["dir"], run["name"]) == (folder, name)
+
+
 def test_settings_without_equivalent_are_left_out_with_their_dependants() -> None:
     config, report = small(
         "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
