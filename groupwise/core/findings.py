@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from groupwise.core.terminal.text import clean
+
 Level = Literal["ok", "warning", "problem", "skipped"]
 """`warning`: it works, but deserves a look. `problem`: training or jobs would fail, or not do what was intended. `skipped`: it could not
 be checked."""
@@ -31,9 +33,9 @@ class Finding:
     """The numbers in `measured`, for programs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """All findings about one subject."""
+    """All findings about one subject. Printed, or as the value of a notebook's cell, it is a text with a line for each."""
 
     subject: str
     findings: tuple[Finding, ...]
@@ -45,6 +47,15 @@ class Report:
     def of_level(self, level: Level) -> tuple[Finding, ...]:
         """The findings of one level."""
         return tuple(finding for finding in self.findings if finding.level == level)
+
+    def __repr__(self) -> str:
+        lines = [self.subject]
+        for finding in self.findings:
+            lines.append(f"{finding.level:<8} {finding.name}: {finding.measured}")
+            if finding.level != "ok":
+                texts = (finding.meaning, finding.remedy and f"→ {finding.remedy}")
+                lines += [f"{'':<9}{text}" for text in texts if text]
+        return clean("\n".join([*lines, self.verdict]))
 
     @property
     def exit_code(self) -> int:

@@ -70,6 +70,14 @@ def test_problems_end_with_1_and_json_is_one_object_with_everything(
         assert written["table"] == DETAILS["table"]
 
 
+def test_a_report_reads_as_text():
+    lines = repr(Report("it", (GOOD, BAD), "check_failed")).splitlines()
+    assert lines[0] == "it"
+    assert lines[1] == f"ok       {GOOD.name}: {GOOD.measured}"
+    assert f"         → {BAD.remedy}" in lines
+    assert lines[-1] == "1 problem"
+
+
 @pytest.mark.parametrize(
     ("words", "following"),
     [
