@@ -161,7 +161,7 @@ class TrainedAdapter:
         if self.dropout:
             logger.warning(
                 "lora.dropout is %g, and with dropout the model is trained by transformers' modules, which are slower than "
-                "the native code, on a CPU about five times; lora.dropout=0 avoids that",
+                "the native code, on a CPU several times; lora.dropout=0 avoids that",
                 self.dropout,
             )
             return None

@@ -576,7 +576,7 @@ def _remark_on_dropout(translation: Translation) -> None:
     if choice is not None and choice.value:
         translation.remark(
             "lora_dropout",
-            f"{choice.value} is taken over. With dropout, transformers' modules train the model, which on a CPU takes about five times as "
+            f"{choice.value} is taken over. With dropout, transformers' modules train the model, which on a CPU takes several times as "
             "long as the native code that trains it with lora.dropout=0, the default here",
         )
 
