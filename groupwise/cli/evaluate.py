@@ -194,8 +194,7 @@ def _evaluate_task(
                 if (count := options["samples_per_prompt"]) is not None:
                     words = [*words, f"eval.samples_per_prompt={count}"]
                 line = command_line("rl", path, module, *words)
-                start = "then train it" if results[0].summary.get("advice") else "train it"
-                print_next((line, f"{start}, with such an evaluation before and after"))
+                print_next((line, "train it, with such an evaluation before and after"))
             else:
                 policies = ("--policy", "base", "--policy", policy)
                 line = command_line("eval", path, module, *words, *policies)

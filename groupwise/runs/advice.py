@@ -246,23 +246,23 @@ def advice_before_training(
     [(usual, count)] = rewards.most_common(1)
     if solved > MAX_HARDLY_SOLVED or count <= MAX_WITHOUT_SIGNAL * rewards.total():
         return []
-    is_toy = config["model"]["name"] == TINY
     some = f"Only {sum(verdicts)} of {len(verdicts)} samples count"
     how_many = some if any(verdicts) else f"None of {len(verdicts)} samples counts"
-    return [
-        {
-            "metric": "pass@1",
-            "problem": "hardly anything solved",
-            "value": solved,
-            "says": f"{how_many} as solved (eval.success_threshold, eval.success_part), and most earn the same reward, "
-            f"{usual:.3g}: reinforcement learning has little to learn from.",
-            "do": DO_WITH_TINY
-            if is_toy
-            else "Warm the model up first: a hook get_sft_dataset in the task brings right answers, and the section warm_up of the config "
+    says = f"{how_many} as solved (eval.success_threshold, eval.success_part), and most earn the same reward, {usual:.3g}"
+    if config["model"]["name"] == TINY:
+        do = DO_WITH_TINY
+    elif config["eval"]["temperature"] == 0:
+        says += ", where each answer is the most probable one"
+        do = "A training samples, and may find more: evaluate with --samples-per-prompt 4 eval.temperature=1.0."
+    else:
+        says += ": reinforcement learning has little to learn from"
+        do = (
+            "Warm the model up first: a hook get_sft_dataset in the task brings right answers, and the section warm_up of the config "
             "trains on them. Or choose easier examples, put hints into the prompt, or give rewards that pay for what comes before a "
-            "right answer.",
-        }
-    ]
+            "right answer."
+        )
+    facts = {"metric": "pass@1", "problem": "hardly anything solved", "value": solved}
+    return [{**facts, "says": f"{says}.", "do": do}]
 
 
 def _on_parts_without_pay(store: Store, steps: int) -> list[dict[str, Any]]:

@@ -75,6 +75,7 @@ def test_a_toy_is_expected_to_solve_nothing(
     ([0.0] * 40, {}, "get_sft_dataset"),
     ([0.0] * 39 + [1.0], {}, "get_sft_dataset"),
     ([0.0] * 40, {"model": {"name": "tiny"}}, "groupwise init -t TASK"),
+    ([0.0] * 40, {"eval": {"temperature": 0.0}}, "eval.temperature=1.0"),
     ([0.0] * 40, {"warm_up": "sft.yaml"}, ""),
     ([0.0] * 36 + [1.0] * 4, {}, ""),
     ([0.1, 0.2, 0.3, 0.4] * 10, {}, ""),
@@ -84,7 +85,12 @@ def test_a_model_that_solves_hardly_anything_is_to_be_warmed_up_before_training(
     rewards: list[float | None], changes: dict[str, Any], advised: str
 ) -> None:
     rows = [{"reward": r, "success": None if r is None else r >= 0.5} for r in rewards]
-    config = {"model": {"name": "smollm2-135m-instruct"}, "warm_up": None, **changes}
+    config = {
+        "model": {"name": "smollm2-135m-instruct"},
+        "warm_up": None,
+        "eval": {"temperature": 1.0},
+        **changes,
+    }
     advice = advice_before_training(rows, config)
     assert len(advice) == bool(advised)
     assert all(advised in each["do"] for each in advice)
