@@ -13,6 +13,7 @@ from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.rl import Overrides, TaskOption
 
 if TYPE_CHECKING:
+    from groupwise.training.evaluation.evaluate import EvalResult
     from groupwise.training.evaluation.suite_evaluation import SuiteRequest
 
 
@@ -102,7 +103,10 @@ def evaluate(
     ] = None,
     output: Annotated[
         Path | None,
-        option("FILE", "File for the results, with every answer; default: in results/ of the run."),
+        option(
+            "FILE",
+            "File for the results, with every answer; default: in results/ of the run, for base in results/ next to the runs.",
+        ),
     ] = None,
     suite: Annotated[
         list[str] | None,
@@ -183,7 +187,7 @@ def _evaluate_task(
         if as_json:
             write_json(results[0].summary)
         else:
-            _print_evaluation(results[0].summary)
+            _print_evaluation(results[0])
             config, module, (policy, *_) = task
             path, words = (config if isinstance(config, Path) else None), options["overrides"]
             if policy == "base":
@@ -217,18 +221,28 @@ def _evaluate_task(
     print_next(command_to_compare(first, last))
 
 
-def _print_evaluation(summary: dict[str, Any]) -> None:
-    """Print an evaluation: what was asked, then each metric, with its interval if it has one."""
+def _print_evaluation(result: EvalResult) -> None:
+    """Print an evaluation: what was asked, then each metric, with its interval if it has one. Advice is followed by some answers."""
     from groupwise.cli.output import measured_value, write_result
-    from groupwise.cli.printing import print_section
+    from groupwise.cli.printing import indent, print_advice, print_section, print_text
+    from groupwise.runs.tables import prompt_text
 
-    apart = ("metrics", "intervals_95")
+    summary = result.summary
+    apart = ("metrics", "intervals_95", "advice")
     write_result({k: v for k, v in summary.items() if k not in apart}, as_json=False)
     measured = {name: {"value": value} for name, value in summary["metrics"].items()}
     for name, (low, high) in summary["intervals_95"].items():
         measured[name] |= {"low": low, "high": high}
     pairs = [(name, measured_value(each)) for name, each in measured.items()]
     print_section("metrics, with 95 % intervals", pairs)
+    if advice := summary.get("advice"):
+        print_advice(advice)
+        print_text(f"\nsome of the answers; all are in `rows` of {result.path}")
+        shown = sorted({0, len(result.rows) // 2, len(result.rows) - 1})
+        for row in (result.rows[index] for index in shown):
+            reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3f}"
+            print_text(f"\n━━ {reward} ━━\n{indent(prompt_text(row['prompt']), '  │ ')}\n")
+            print_text(indent(row["completion"], "     "))
 
 
 def _suite_request(

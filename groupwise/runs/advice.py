@@ -5,7 +5,8 @@ Each piece of advice is a condition on the mean of the last few steps. None of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ MAX_WITHOUT_SIGNAL = 0.7
 """Share of groups without signal above which the policy hardly learns."""
 MIN_DISTINCT = 0.5
 """Share of distinct completions below which the members of a group count as alike."""
+MAX_HARDLY_SOLVED = 0.04
+"""Share of solved samples at which a group of 8 has none in `MAX_WITHOUT_SIGNAL` of all cases."""
 MAX_SOLVED = 0.9
 """Share of solved completions above which equal rewards and sure answers are not a fault: the policy has learnt what there is."""
 FAULTS_UNLESS_LEARNT = (WITHOUT_SIGNAL, "entropy")
@@ -229,6 +232,37 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
             facts = {"metric": rule.metric, "problem": rule.problem, "value": value}
             advice.append({**facts, "says": text, "do": do})
     return [*advice, *_on_parts_without_pay(store, steps)]
+
+
+def advice_before_training(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Advice on an untrained model, if hardly any held-out sample is solved and most earn the same reward. `rows`: one per sample."""
+    verdicts = [bool(row["success"]) for row in rows if row["success"] is not None]
+    rewards = Counter(row["reward"] for row in rows if row["reward"] is not None)
+    if not verdicts or not rewards or config.get("warm_up"):
+        return []
+    solved = sum(verdicts) / len(verdicts)
+    [(usual, count)] = rewards.most_common(1)
+    if solved > MAX_HARDLY_SOLVED or count <= MAX_WITHOUT_SIGNAL * rewards.total():
+        return []
+    some = f"Only {sum(verdicts)} of {len(verdicts)} samples count"
+    how_many = some if any(verdicts) else f"None of {len(verdicts)} samples counts"
+    says = f"{how_many} as solved (eval.success_threshold, eval.success_part), and most earn the same reward, {usual:.3g}"
+    if config["model"]["name"] == TINY:
+        do = DO_WITH_TINY
+    elif config["eval"]["temperature"] == 0:
+        says += ", where each answer is the most probable one"
+        do = "A training samples, and may find more: evaluate with --samples-per-prompt 4 eval.temperature=1.0."
+    else:
+        says += ": reinforcement learning has little to learn from"
+        do = (
+            "Warm the model up first: a hook get_sft_dataset in the task brings right answers, and the section warm_up of the config "
+            "trains on them. Or choose easier examples, put hints into the prompt, or give rewards that pay for what comes before a "
+            "right answer."
+        )
+    facts = {"metric": "pass@1", "problem": "hardly anything solved", "value": solved}
+    return [{**facts, "says": f"{says}.", "do": do}]
 
 
 def _on_parts_without_pay(store: Store, steps: int) -> list[dict[str, Any]]:

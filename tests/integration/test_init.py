@@ -90,6 +90,7 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     """The length of one pass over the examples, and the memory planned for the step that was measured."""
     monkeypatch.setattr(choices, "MAX_STEP_SECONDS", 1e-9)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(module, "LONG_RUN_SECONDS", 0.0)
     report = init(TOY, "tiny", overrides=["run.threads=1"], out=Path("s.yaml"))
     findings = {finding.name: finding for finding in report.findings}
     size = report.details["config"]["training"]["prompts_per_step"]
@@ -97,21 +98,21 @@ def test_the_reasons_are_those_of_the_step_that_was_made_smaller(monkeypatch):
     assert size == choices.MIN_PROMPTS < min(examples, 8)
     assert f"takes {-(-examples // size)} step" in findings["training.max_steps"].meaning
     assert "larger step" in findings["peak memory"].measured
+    assert "training.max_steps=50, training.prompts_per_step=1" in findings["shorter"].measured
     assert findings["cores"].level == "warning", "other programs made it slow"
     comments = " ".join(Path("s.yaml").read_text().replace("#", "").split())
     assert comments.count("while other programs run (load 99.0)") == 2
 
 
 def test_a_task_with_given_answers_is_told_of_the_warm_up(no_weights):
-    said = {
-        task: "warm-up" in {each.name for each in init(task, "tiny", measure=False).findings}
-        for task in (TAUGHT, TOY)
-    }
-    assert said == {TAUGHT: True, TOY: False}
+    for task, said in ((TAUGHT, "make the section"), (TOY, "add that hook")):
+        (found,) = (f for f in init(task, "tiny", measure=False).findings if f.name == "warm-up")
+        assert said in found.meaning
     head, line, section = Path("task.yaml").read_text().partition("# warm_up:\n")
     Path("task.yaml").write_text(head + (line + section).replace("# ", ""))
     plan = groupwise.rl("task.yaml", TAUGHT, dry_run=True).summary
     assert plan["warm_up"]["plan"]["steps"] == 20
+    assert plan["warm_up"]["config"]["training"]["stop_when"]
     (evaluation,) = (each for each in head.splitlines() if "--policy base" in each)
     assert main([*evaluation.split()[2:], "--dry-run"]) == 0
 

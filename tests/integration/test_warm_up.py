@@ -54,7 +54,7 @@ def test_it_is_made_once_for_all_that_begin_with_the_same(tmp_path, task):
     found = [
         groupwise.rl(each, task).summary for each in (first, again, config(tmp_path, DRAWN, seed=5))
     ]
-    assert [each["warm_up"]["found"] for each in found] == [False, True, False]
+    assert [each["warm_up"].get("reused", False) for each in found] == [False, True, False]
     assert [each["warm_up"]["policy"] for each in found] == [
         *2 * ["toy-warm-up@4"],
         "toy-warm-up-2@4",

@@ -6,10 +6,11 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,7 @@ from groupwise.core.terminal.text import one_line, shorten
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import warm_up_curve
+from groupwise.runs.encoding import label
 from groupwise.runs.find import (
     RunInfo,
     final_step,
@@ -176,6 +178,8 @@ def rollouts(
             limit=limit,
         )
         views = store.rollouts(rollout_filter)
+        if worst and views:
+            views = _newest_of_equals(store, rollout_filter, views)
     if as_json:
         write_json([asdict(view) for view in views])
     elif not views:
@@ -377,6 +381,26 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
             raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
         if not 1 <= step <= steps:
             raise RunNotFoundError(f"this run has no step {step}; it has the steps 1 to {steps}.")
+
+
+def _newest_of_equals(
+    store: Store, filters: RolloutFilter, views: Sequence[RolloutView]
+) -> list[RolloutView]:
+    """The worst rollouts with the newest of equal ones first, as `--best` has them: the record's index has the oldest first."""
+
+    def value(view: RolloutView) -> float:
+        if filters.part is None:
+            assert view.reward is not None
+            return view.reward
+        of_part = [part.value for part in view.parts if label(part.name) == label(filters.part)]
+        return min(each for each in of_part if each is not None and not math.isnan(each))
+
+    last = value(views[-1])  # more rollouts may have this value than are shown
+    lower = [view for view in views if value(view) < last]
+    equal = replace(filters, order="newest", min_reward=last, max_reward=last)
+    newest = [view for view in store.rollouts(equal) if value(view) == last]
+    ordered = sorted(lower, key=lambda view: (value(view), -view.id))
+    return [*ordered, *newest][: filters.limit]
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:

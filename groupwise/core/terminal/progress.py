@@ -2,7 +2,7 @@
 
 The loop reports events (`phase`, `step`, `note`), and this module decides how to show them. In a terminal it redraws one
 block in place and restores the screen at the end, even after an error; in a notebook it redraws an output below the cell. In a file, a
-pipe or a dumb terminal it writes one line for every `logging_steps` steps, without control characters. It writes to standard
+pipe or a dumb terminal it writes the title, then a line for every `logging_steps` steps, without control characters. It writes to standard
 error; standard output is for results.
 """
 
@@ -59,6 +59,10 @@ class Progress:
         self._board.start()
         if self._page is not None:
             self._page.start()
+        elif not self.live and self._board.done < self._board.total:
+            # A log may have two runs: a warm-up, then the training.
+            first = self._board.done + 1
+            self._write_line(f"{self._board.title}: steps {first} to {self._board.total}")
         if self.live:
             from rich.live import Live
 

@@ -215,7 +215,9 @@ def _load_subject(
     else:
         loaded = load_config(config, overrides)
     resolved_task = rollout_builder.task_of(loaded.config, given_task)
-    findings.add(check_hooks(resolved_task))
+    lacks_rewards = given_task is not None and not given_task.has("get_reward_funcs")
+    from_config = lacks_rewards and loaded.config.rewards.names_rewards
+    findings.add(check_hooks(resolved_task, has_configured_rewards=from_config))
     loaded = with_task_schema(loaded, resolved_task.config_schema())
     settings = loaded.config
     config_view = view(settings)

@@ -28,8 +28,11 @@ MAX_MEASURED_PROMPTS = 2000
 T = TypeVar("T")
 
 
-def check_hooks(task: Task) -> Finding:
-    """Report the task's hooks. Raises TaskError with all problems if one cannot be called, or if they suffice for no command."""
+def check_hooks(task: Task, *, has_configured_rewards: bool = False) -> Finding:
+    """Report the task's hooks. Raises TaskError with all problems if one cannot be called, or if they suffice for no command.
+
+    With `has_configured_rewards`, the config's rewards stand in for the hook get_reward_funcs.
+    """
     hooks = [hook for hook in HOOKS if task.has(hook)]
     errors: list[str] = []
     for hook in hooks:
@@ -49,10 +52,12 @@ def check_hooks(task: Task) -> Finding:
         f"`{command}` would need {', '.join(names)}" for command, names in missing.items()
     )
     misspelt = task.misspelt()
+    if has_configured_rewards:
+        hooks.remove("get_reward_funcs")
     return Finding(
         "hooks",
         "warning" if misspelt else "ok",
-        ", ".join(hooks),
+        ", ".join([*hooks, *(["rewards of the config"] if has_configured_rewards else [])]),
         f"enough for {' and '.join(f'`{command}`' for command in commands)}"
         + (f"; {missing_note}" if missing_note else ""),
         "; ".join(f"is `{name}` the hook {hook}? Rename it" for name, hook in misspelt.items()),

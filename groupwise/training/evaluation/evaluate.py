@@ -25,6 +25,7 @@ from groupwise.core.types import Group, Sampler, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
 from groupwise.runs import checkpoints
+from groupwise.runs.advice import advice_before_training
 from groupwise.runs.encoding import pack_json
 from groupwise.runs.folder import SERVER_LOG, read_config, result_file
 from groupwise.runs.records import EvaluationRecord
@@ -92,6 +93,8 @@ class EvalResult:
     """The result file; None if none was written."""
     other_settings: Mapping[str, str] = field(default_factory=dict[str, str])
     """Sampler settings that differ from those of the evaluated run. A value reads like `64, in the run 16`."""
+    advice: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Advice on the answers of an untrained model; see `groupwise.runs.advice.advice_before_training`."""
 
     @classmethod
     def from_record(cls, record: EvaluationRecord) -> Self:
@@ -179,6 +182,7 @@ class EvalResult:
             **({"left_out": self.left_out} if self.left_out else {}),
             **({"failures": self.failures} if self.failures else {}),
             **({"other_settings": dict(self.other_settings)} if self.other_settings else {}),
+            **({"advice": self.advice} if self.advice else {}),
             **({"results": str(self.path)} if self.path else {}),
         }
 
@@ -519,6 +523,10 @@ async def _evaluate_policy(
     result, fingerprint = await _answer_and_score(config, task, policy, log)
     if policy.run is not None:
         result = replace(result, other_settings=_other_settings(config, read_config(policy.run)))
+    elif policy.folder is None:
+        result = replace(
+            result, advice=advice_before_training(result.rows, resolved_values(config))
+        )
     content = {
         **result.summary,
         "fingerprint": fingerprint,

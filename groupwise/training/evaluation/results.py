@@ -9,6 +9,7 @@
     intervals_95      name -> [low, high]
     left_out          name -> number of prompts with too few scored samples for it, if any
     failures          reason -> number of samples that could not be scored for it, if any
+    advice            what to do before training, if an untrained model solves hardly anything
     other_settings    key -> its value, and that of the run whose weights were evaluated, if they differ
     details           the complete return value of the task's compute_metrics
     rows              one per sample; see `groupwise.training.evaluation.measures.rows_of`, and `columns`, the other columns of the

@@ -347,7 +347,7 @@ def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int,
         ), f"{basis}; one and a half times that, rounded up to a multiple of {ROUNDING}"
     return (
         rounded_up(2 * answers.longest + 48),
-        f"{basis}; twice that, and room for a sentence. More if the model is to think first",
+        f"{basis}; twice that, and 48 for a sentence, rounded up to a multiple of {ROUNDING}. More if the model is to think first",
     )
 
 

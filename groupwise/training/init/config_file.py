@@ -36,6 +36,18 @@ WARM_UP = """\
 #   training: {max_steps: 20, examples_per_step: 16, learning_rate: 1e-4}
 """
 """The section for a task that has supervised rows, to be made active by hand."""
+WARM_UP_UNTIL = """\
+# A supervised run on the rows of get_sft_dataset before the training, which helps if hardly any
+# answer is right at first. It ends as soon as sampled answers earn different rewards, or are alike:
+# warm_up:
+#   training:
+#     max_steps: 20
+#     examples_per_step: 16
+#     learning_rate: 1e-4
+#     stop_when: [groups/with_signal >= 0.6, groups/distinct < 0.6]
+#   eval: {eval_steps: 1, completions: {max_prompts: 32}}
+"""
+"""The same for a task that has held-out prompts too, whose sampled answers say when it is enough."""
 
 
 def commands(kind: Kind, task: str, file: str, *, evaluates: bool) -> list[str]:

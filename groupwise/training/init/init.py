@@ -36,9 +36,10 @@ from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
 from groupwise.training.checks.doctor_examination import DoctorSubject, measure_cost
-from groupwise.training.config import resolved_values, stem_of, view
+from groupwise.training.config import RunConfig, resolved_values, stem_of, view
 from groupwise.training.init.choices import (
     BUDGETS,
+    MIN_GENERATIONS,
     SLOTS,
     Answers,
     Draft,
@@ -55,7 +56,7 @@ from groupwise.training.init.choices import (
     fit_time,
     mention_load,
 )
-from groupwise.training.init.config_file import WARM_UP, commands, render
+from groupwise.training.init.config_file import WARM_UP, WARM_UP_UNTIL, commands, render
 from groupwise.training.loops.rl_prepare import (
     RlPrepared,
     planned_sizes,
@@ -73,6 +74,8 @@ from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
 CODE = "init_failed"
 MAX_MEASURED_ROWS = 500
 """Number of supervised rows, evenly spread, whose length is measured to choose the completion length of an RL config."""
+LONG_RUN_SECONDS = 30 * 60
+"""Length of a run above which the settings are named that shorten it."""
 MIB = 2**20
 
 
@@ -134,18 +137,21 @@ def init(
         # Steps were made smaller for speeds that may be too low.
         findings.add(cores)
     findings.add(*cost.findings)
-    words = commands(kind, task, str(file), evaluates=suffices(loaded_task, "eval"))
-    may_warm_up = (
-        kind == "rl" and draft.config.warm_up is None and loaded_task.has("get_sft_dataset")
-    )
-    if may_warm_up:
+    evaluates = suffices(loaded_task, "eval")
+    words = commands(kind, task, str(file), evaluates=evaluates)
+    has_rows, warm_up = loaded_task.has("get_sft_dataset"), ""
+    if kind == "rl" and draft.config.warm_up is None:
+        warm_up = (WARM_UP_UNTIL if evaluates else WARM_UP) if has_rows else ""
+        needed = "if hardly any sampled answer is right at first"
+        if evaluates:
+            needed += " (the command `groupwise eval` at the top of the file says so)"
+        do = "make the section `warm_up:` at the end of the file active by removing its #"
         findings.add(
             Finding(
                 "warm-up",
                 "ok",
-                "none; the task has get_sft_dataset for one",
-                "if hardly any sampled answer is right at first (the command `groupwise eval` at the top of the file says so), make the "
-                "section `warm_up:` at the end of the file active by removing its #",
+                f"none; the task has {'get_sft_dataset for one' if has_rows else 'no get_sft_dataset'}",
+                f"{needed}, {do if has_rows else 'add that hook: its right answers can be trained on first'}",
             )
         )
     config = draft.load().config
@@ -154,9 +160,7 @@ def init(
         f"Written by groupwise init for {loaded_task.name} with {config.model.name} on {machine}."
     )
     try:
-        file.write_text(
-            render(title, words, draft.choices(), WARM_UP if may_warm_up else ""), encoding="utf-8"
-        )
+        file.write_text(render(title, words, draft.choices(), warm_up), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
@@ -261,9 +265,34 @@ def _estimate_cost(
     speed = doctor_cost.estimate(
         speeds, config, config.training.max_steps, usual_length, longest_prompt
     )
+    findings = (*_report_dropped(prepared), memory, measured_peak, speed)
     return Cost(
-        training_layout(config, longest_prompt),
-        (*_report_dropped(prepared), memory, measured_peak, speed),
+        training_layout(config, longest_prompt), (*findings, *_report_long_run(config, speed))
+    )
+
+
+def _report_long_run(config: RunConfig, speed: Finding) -> Iterator[Finding]:
+    """Report which settings make a run shorter that would take longer than `LONG_RUN_SECONDS`."""
+    steps, training = config.training.max_steps, config.training
+    seconds = speed.data.get("run_seconds_usual") or speed.data.get("run_seconds_at_most", 0)
+    if steps is None or seconds <= LONG_RUN_SECONDS:
+        return
+    halves = {
+        "max_steps": (steps, 1),
+        "prompts_per_step": (training.prompts_per_step, training.minibatches),
+        "num_generations": (training.num_generations, MIN_GENERATIONS),
+    }
+    words = [
+        f"training.{key}={value // 2}"
+        for key, (value, least) in halves.items()
+        if value // 2 >= least
+    ]
+    yield Finding(
+        "shorter",
+        "ok",
+        f"about half the time each: {', '.join(words)}",
+        "fewer steps first; fewer prompts or completions make each step less certain. A lower sampler.max_completion_length shortens "
+        "it too, if the right answers fit",
     )
 
 

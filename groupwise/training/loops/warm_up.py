@@ -89,7 +89,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
         logger.info(
             "warm-up: the run %s was made from the same config, task and data", run_folder.name
         )
-        summary = {**_short_summary(read_summary(run_folder) or {}), "found": True}
+        summary = {**_short_summary(read_summary(run_folder) or {}), "reused": True}
         return WarmUpResult(
             str(run_folder),
             summary,
@@ -117,10 +117,9 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResul
         result = sft(_with_name(sft_loaded, run_folder.name), task, resume=True)
     if result.exit_code:
         return WarmUpResult(None, interrupted=result)
-    summary = {**_short_summary(result.summary), "found": False}
     return WarmUpResult(
         str(result.folder),
-        summary,
+        _short_summary(result.summary),
         prompts=prompts,
         untrained=_evaluate_untrained(loaded, task),
     )

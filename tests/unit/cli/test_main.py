@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +118,21 @@ def test_an_evaluation_shows_each_metric_with_its_interval(
         "  reward                   0.602 [0.510, 0.680]",
         "  completions/mean_length  11.5",
     ]
+
+
+def test_an_evaluation_with_advice_shows_some_answers_and_where_all_are(
+    evaluate: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = {**evaluate.result[0].summary, "advice": [{"says": "None counts.", "do": "Warm up."}]}
+    rows = [
+        {"prompt": f"question {n}", "completion": f"answer {n}", "reward": 0.0} for n in range(9)
+    ]
+    evaluate.result = [SimpleNamespace(summary=summary, rows=rows, path=Path("r.json"))]
+    assert main(["eval", "-c", "c", "-t", "t"]) == 0
+    out = capsys.readouterr().out
+    assert [n for n in range(9) if f"answer {n}" in out] == [0, 4, 8]
+    assert "Warm up." in out
+    assert "`rows` of r.json" in out
 
 
 # --- results

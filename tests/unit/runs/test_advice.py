@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupwise.core.types import Example, Group, RewardPart, Rollout
-from groupwise.runs.advice import advice_on
+from groupwise.runs.advice import advice_before_training, advice_on
 from groupwise.runs.folder import CLIENTS
 from groupwise.runs.notebook_names import OWN_NAMES
 from groupwise.runs.records import EvaluationRecord, StepRecord
@@ -68,6 +69,31 @@ def test_a_toy_is_expected_to_solve_nothing(
         advice = advice_on(store)
     assert len(advice) == advised
     assert all(does in each["do"] for each in advice)
+
+
+@pytest.mark.parametrize(("rewards", "changes", "advised"), [
+    ([0.0] * 40, {}, "get_sft_dataset"),
+    ([0.0] * 39 + [1.0], {}, "get_sft_dataset"),
+    ([0.0] * 40, {"model": {"name": "tiny"}}, "groupwise init -t TASK"),
+    ([0.0] * 40, {"eval": {"temperature": 0.0}}, "eval.temperature=1.0"),
+    ([0.0] * 40, {"warm_up": "sft.yaml"}, ""),
+    ([0.0] * 36 + [1.0] * 4, {}, ""),
+    ([0.1, 0.2, 0.3, 0.4] * 10, {}, ""),
+    ([None] * 40, {}, ""),
+])  # fmt: skip
+def test_a_model_that_solves_hardly_anything_is_to_be_warmed_up_before_training(
+    rewards: list[float | None], changes: dict[str, Any], advised: str
+) -> None:
+    rows = [{"reward": r, "success": None if r is None else r >= 0.5} for r in rewards]
+    config = {
+        "model": {"name": "smollm2-135m-instruct"},
+        "warm_up": None,
+        "eval": {"temperature": 1.0},
+        **changes,
+    }
+    advice = advice_before_training(rows, config)
+    assert len(advice) == bool(advised)
+    assert all(advised in each["do"] for each in advice)
 
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])

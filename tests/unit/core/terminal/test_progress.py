@@ -27,6 +27,7 @@ class TestPlainLines:
             progress.phase("sampling", 1, 8)
             progress.step(0, METRICS)
         assert stream.getvalue() == (
+            "a run: steps 1 to 20\n"
             "step  1/20  reward 0.500 ±0.200  format 0.80  [/bold]␛[31m 0.25  loss -0.0031  kl 0.0012  entropy 1.23  "
             "len 34.1  cut 3%  no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
         )

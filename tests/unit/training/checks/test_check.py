@@ -263,6 +263,19 @@ def test_a_misspelt_hook_is_named():
     assert "`compute_metric`" in checked(compute_metric=lambda *five, **named: {})["hooks"].remedy
 
 
+@pytest.mark.parametrize(("rewards", "hooks"), [({}, 1), ({"reward_funcs": ["correctness"]}, 0)])
+def test_rewards_of_the_config_are_no_hook_of_the_task(rewards, hooks):
+    """Those of a task that the config's replace still are."""
+    given = {**PLAIN, "rewards": {**PLAIN["rewards"], **rewards}}
+    without = task()
+    if rewards:
+        assert "get_reward_funcs" in by_name(check(without, given))["hooks"].data["hooks"]
+        del without.get_reward_funcs
+    found = by_name(check(without, given))["hooks"]
+    assert found.data["hooks"].count("get_reward_funcs") == hooks
+    assert ("rewards of the config" in found.measured) == (not hooks)
+
+
 def test_rewards_without_rows_to_train_on_are_a_warning():
     unnamed = task(get_rl_data=lambda config: ROWS, get_eval_dataset=lambda config: ROWS)
     del unnamed.get_rl_dataset
