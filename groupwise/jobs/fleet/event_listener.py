@@ -179,6 +179,12 @@ def _event_line(session: Session, event: Event) -> str | None:
             return f"{event.job_id}: {detail.get('why')}"
         case events.VM_REACHABLE if before.get("contact") == Contact.UNREACHABLE:
             return f"{event.vm_id} answers again"
+        case events.VM_RETURNED:
+            vm = session.get(VM, event.vm_id)
+            drains = vm is not None and (vm.draining or vm.drain_reason is not None)
+            return f"{event.vm_id} is not lost any more" + (
+                "" if drains else ": it takes jobs again"
+            )
         case kind if kind in _PLAIN:
             gpu = f"GPU {detail.get('index')} of {event.vm_id}" if kind in _OF_GPUS else None
             action = kind.partition(".")[2].replace("_", " ")
