@@ -80,7 +80,7 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
             *((job["project"],) if has_several_projects else ()),
             _machine_text(job),
             duration(now - (stamp(job["created_at"]) or now)),
-            _duration_text(job, now),
+            _time_text(job, now),
             one_line(_remark(job)),
         )
         for job in jobs
@@ -172,10 +172,11 @@ def _machine_text(job: Document) -> str:
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 
 
-def _duration_text(job: Document, now: float) -> str:
-    """How long the job took, or has taken so far; empty if it has not started."""
-    start = stamp(job["start_time"])
-    return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
+def _time_text(job: Document, now: float) -> str:
+    """How long the command of the newest attempt took, or has taken so far; empty if it has not started."""
+    if job["running_at"] is None:
+        return ""
+    return duration(max(0.0, (job["ran_until"] or now) - job["running_at"]))
 
 
 def _remark(job: Document) -> str:
@@ -194,7 +195,6 @@ def print_job(job: Document, now: float) -> None:
     """Print everything about one job."""
     arguments = job["arguments"]
     submitter = job["submitted_by"] or "SQL"
-    has_run = any(attempt["running_at"] is not None for attempt in job["attempts"])
     print_pairs(
         [
             ("job", job["job_id"]),
@@ -210,9 +210,9 @@ def print_job(job: Document, now: float) -> None:
             ("needs", needs_text(job["resources"] or {})),
             ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
-            ("started", clock_time(stamp(job["start_time"])) if has_run else None),
+            ("started", clock_time(job["running_at"])),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", _duration_text(job, now) if has_run and job["end_time"] else None),
+            ("took", _time_text(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("resumed", job["generation"] or None),
             ("log", job["log_path"]),
