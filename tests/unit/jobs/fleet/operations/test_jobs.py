@@ -77,6 +77,22 @@ def test_the_list_counts_from_the_start_of_the_command_and_names_a_silent_machin
     assert small.do(jobs.show, never)["running_at"] is None
 
 
+def test_show_names_the_command_that_prints_the_whole_log_if_it_shows_a_part(
+    small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = small.job("failed")
+    epoch = small.attempt(job, small.machine(), cleanup="clean", state="collecting")
+    record = {"code": 1, "signal": None, "reason": "exited"}
+    for lines, is_cut in ((5, False), (6, True)):
+        exit_record = record | {"tail": "".join(f"line {n}\n" for n in range(lines))}
+        evidence = {"members": [{"rank": 0, "exit": exit_record}]}
+        set_columns(small, epoch, evidence=evidence)
+        print_job(small.do(jobs.show, job), time.time())
+        shown = capsys.readouterr().out
+        assert (f"groupwise fleet logs {job} --attempt {epoch}" in shown) is is_cut
+        assert ("line 0" in shown) is not is_cut
+
+
 def test_filters_are_laid_over_each_other(small: Any) -> None:
     one = small.job("running", project="a", name="n", request={"labels": {"team": "x"}})
     small.job("running", project="b", name="n", request={"labels": {"team": "x"}})
