@@ -352,6 +352,7 @@ def lost(
     """Say that a machine will never come back.
 
     Its attempts end, and its jobs run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
+    If it does come back, the fleet ends what still runs there, and then it takes jobs again.
     """
     if not yes:
         ask = ask_user()
