@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Row, and_, func, or_, select, update
+from sqlalchemy import and_, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.api.schemas.fleet import MAX_CHANGED
@@ -178,7 +178,7 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
     warnings |= {
         job_id: "its machine does not answer, and it may go on there"
         for job_id, attempt in newest.items()
-        if attempt.ended_at is None and attempt.contact != Contact.OK
+        if attempt["ended_at"] is None and attempt["contact"] != Contact.OK
     }
     return [
         visibility.job(
@@ -192,7 +192,7 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
     ]
 
 
-def _newest_attempts(session: Session, jobs: Sequence[Job]) -> dict[str, Row[Any]]:
+def _newest_attempts(session: Session, jobs: Sequence[Job]) -> dict[str, Document]:
     """The newest attempt of each job that runs or has ended: the times of its command, and whether its machine answers."""
     waiting = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
     job_ids = [job.job_id for job in jobs if job.status not in waiting]
@@ -202,17 +202,18 @@ def _newest_attempts(session: Session, jobs: Sequence[Job]) -> dict[str, Row[Any
     rows = session.execute(
         select(*columns).where(Attempt.epoch.in_(epochs.group_by(Attempt.job_id)))
     )
-    return {row.job_id: row for row in rows}
+    return {row["job_id"]: dict(row) for row in rows.mappings()}
 
 
-def _command_times(job: Job, attempt: Row[Any] | None) -> Document:
+def _command_times(job: Job, attempt: Document | None) -> Document:
     """When the newest attempt's command began and ended, in seconds of the database's clock; None if it has not, or not since `resume`."""
-    if attempt is None or attempt.running_at is None or attempt.generation != job.generation:
+    is_earlier = attempt is not None and attempt["generation"] != job.generation
+    if attempt is None or is_earlier or attempt["running_at"] is None:
         return {"running_at": None, "ran_until": None}
     # A job that was cancelled while it waited for another attempt ended later than this one.
-    ends = [attempt.ended_at, job.end_time and job.end_time.timestamp()]
+    ends = [attempt["ended_at"], job.end_time and job.end_time.timestamp()]
     ran_until = min((end for end in ends if end is not None), default=None)
-    return {"running_at": attempt.running_at, "ran_until": ran_until}
+    return {"running_at": attempt["running_at"], "ran_until": ran_until}
 
 
 def _memory_warnings(session: Session, completed: Sequence[str]) -> dict[str, str]:
