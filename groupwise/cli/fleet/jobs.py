@@ -238,12 +238,23 @@ def _status_sentence(job: dict[str, Any]) -> str:
     return f"{job['job_id']} is {job['status']}"
 
 
+def _resumed_sentence(job: dict[str, Any]) -> str:
+    from groupwise.cli.fleet.printing import clock_time, stamp
+
+    sentence = f"{_status_sentence(job)} again"
+    if not job["request"].get("files"):
+        return sentence
+    sent_at = clock_time(stamp(job["created_at"]))
+    return f"{sentence}, with its files as they were sent on {sent_at}; for changed ones submit a new job"
+
+
 def resume(
     *, job: JobIds = None, fleet_at: FleetOption = None, chosen: JobFilter, as_json: AsJson = False
 ) -> None:
-    """Run failed or cancelled jobs again.
+    """Run failed or cancelled jobs again, with their files as they were sent at first.
 
-    They continue from their last checkpoint, if they have one. Options choose among all jobs that have failed or were cancelled.
+    They continue from their last checkpoint, if they have one. If you have changed a file, submit a new job. Options choose among all jobs
+    that have failed or were cancelled.
     """
     from groupwise.jobs.fleet.states import RETRIED_FROM
 
@@ -251,7 +262,7 @@ def resume(
         "resume",
         frozenset(RETRIED_FROM),
         "retry",
-        lambda job: f"{_status_sentence(job)} again",
+        _resumed_sentence,
     )
     _apply_change(change, fleet_at, job, chosen, as_json)
 

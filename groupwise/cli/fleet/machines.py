@@ -299,10 +299,13 @@ def list_command(
     """List the machines: what is free, what is wrong."""
     with fleet(fleet_at) as access:
         rows = access.machines(removed=removed)
+        were_removed = not rows and bool(access.machines(removed=True))
     if as_json:
         write_json(rows)
     elif not rows:
-        say("no machines yet: `groupwise fleet vm add`")
+        say("no machines: add one with `groupwise fleet vm add`")
+        if were_removed:
+            say("those that were removed: `groupwise fleet vm list --removed`")
     else:
         from groupwise.cli.fleet.printing import print_machines
 
@@ -349,6 +352,7 @@ def lost(
     """Say that a machine will never come back.
 
     Its attempts end, and its jobs run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
+    If it does come back, the fleet ends what still runs there, and then it takes jobs again.
     """
     if not yes:
         ask = ask_user()

@@ -80,7 +80,7 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
             *((job["project"],) if has_several_projects else ()),
             _machine_text(job),
             duration(now - (stamp(job["created_at"]) or now)),
-            _duration_text(job, now),
+            _time_text(job, now),
             one_line(_remark(job)),
         )
         for job in jobs
@@ -172,10 +172,11 @@ def _machine_text(job: Document) -> str:
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 
 
-def _duration_text(job: Document, now: float) -> str:
-    """How long the job took, or has taken so far; empty if it has not started."""
-    start = stamp(job["start_time"])
-    return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
+def _time_text(job: Document, now: float) -> str:
+    """How long the command of the newest attempt took, or has taken so far; empty if it has not started."""
+    if job["running_at"] is None:
+        return ""
+    return duration(max(0.0, (job["ran_until"] or now) - job["running_at"]))
 
 
 def _remark(job: Document) -> str:
@@ -194,7 +195,6 @@ def print_job(job: Document, now: float) -> None:
     """Print everything about one job."""
     arguments = job["arguments"]
     submitter = job["submitted_by"] or "SQL"
-    has_run = any(attempt["running_at"] is not None for attempt in job["attempts"])
     print_pairs(
         [
             ("job", job["job_id"]),
@@ -210,9 +210,9 @@ def print_job(job: Document, now: float) -> None:
             ("needs", needs_text(job["resources"] or {})),
             ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
-            ("started", clock_time(stamp(job["start_time"])) if has_run else None),
+            ("started", clock_time(job["running_at"])),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", _duration_text(job, now) if has_run and job["end_time"] else None),
+            ("took", _time_text(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("resumed", job["generation"] or None),
             ("log", job["log_path"]),
@@ -220,7 +220,7 @@ def print_job(job: Document, now: float) -> None:
         ]
     )
     for number, attempt in enumerate(job["attempts"], 1):
-        _print_attempt(number, attempt, now)
+        _print_attempt(job["job_id"], number, attempt, now)
     # The attempts' events are shown above; --json has all events.
     of_job = [event for event in job["events"] if event["kind"].startswith("job.")]
     print_section("events", [event_line(event) for event in of_job])
@@ -268,7 +268,7 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-def _print_attempt(number: int, attempt: Document, now: float) -> None:
+def _print_attempt(job_id: str, number: int, attempt: Document, now: float) -> None:
     ended_at = attempt["ended_at"]
     started_at = attempt["running_at"]
     verdict = attempt["outcome"] or attempt["state"]
@@ -289,7 +289,10 @@ def _print_attempt(number: int, attempt: Document, now: float) -> None:
             ("from step", attempt["resumed_from_step"]),
             ("machine", "does not answer" if attempt["contact"] != "ok" and not ended_at else None),
             ("cleanup", attempt["cleanup"] if ended_at and attempt["cleanup"] != "clean" else None),
-            *_evidence_pairs(attempt["evidence"]),
+            *_evidence_pairs(
+                attempt["evidence"],
+                f"groupwise fleet logs {job_id} --attempt {attempt['epoch']}",
+            ),
         ],
     )
 
@@ -301,8 +304,8 @@ def _member_text(member: Document) -> str:
     )
 
 
-def _evidence_pairs(evidence: Document) -> list[tuple[str, str]]:
-    """The evidence for the outcome of an attempt: each member's exit record, and the last lines of its log."""
+def _evidence_pairs(evidence: Document, log_command: str) -> list[tuple[str, str]]:
+    """The evidence for the outcome of an attempt: each member's exit record, and the last lines of its log; all of it: `log_command`."""
     pairs = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
     for member in members:
@@ -318,11 +321,11 @@ def _evidence_pairs(evidence: Document) -> list[tuple[str, str]]:
         if record is None:
             continue
         pairs.append((f"{prefix}exit", how_it_ended(record)))
-        lines = record["tail"].splitlines()[-TAIL_LINES:]
-        pairs += [
-            ("" if n else f"{prefix}said", shorten(one_line(line), 160))
-            for n, line in enumerate(lines)
-        ]
+        lines = [shorten(one_line(line), 160) for line in record["tail"].splitlines()]
+        if len(lines) > TAIL_LINES:
+            rank = f" --rank {member['rank']}" if member["rank"] else ""
+            lines = ["…", *lines[-TAIL_LINES:], f"(the whole log: `{log_command}{rank}`)"]
+        pairs += [("" if n else f"{prefix}said", line) for n, line in enumerate(lines)]
     other_evidence = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
     return [
         *pairs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
@@ -122,12 +121,10 @@ def job(visit: Visit) -> Page:
 
 
 def run_seconds(job: Document, now: float) -> float | None:
-    """Seconds from the job's start until its end, or until now; None if it has not started."""
-    if job["start_time"] is None:
+    """Seconds from the start of the newest attempt's command until its end, or until now; None if it has not started."""
+    if job["running_at"] is None:
         return None
-    start = datetime.fromisoformat(job["start_time"]).timestamp()
-    end = job["end_time"] and datetime.fromisoformat(job["end_time"]).timestamp()
-    return max(0.0, (end or now) - start)
+    return max(0.0, (job["ran_until"] or now) - job["running_at"])
 
 
 def log(visit: Visit) -> Response:

@@ -22,6 +22,7 @@ from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.jobs.fleet.operations import status
 from groupwise.jobs.fleet.operations.actor import Actor
+from groupwise.jobs.fleet.operations.documents import machine_state
 from groupwise.jobs.fleet.settings import DEFAULT_FOLDER, FleetPlace
 from groupwise.jobs.fleet.states import Contact
 from groupwise.jobs.fleet.store import events
@@ -177,8 +178,13 @@ def _event_line(session: Session, event: Event) -> str | None:
             return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
         case events.JOB_CHECKPOINT_NOT_MIRRORED:
             return f"{event.job_id}: {detail.get('why')}"
-        case events.VM_REACHABLE if before.get("contact") == Contact.UNREACHABLE:
-            return f"{event.vm_id} answers again"
+        case events.VM_REACHABLE | events.VM_RETURNED if (
+            "lost_at" in before or before.get("contact") == Contact.UNREACHABLE
+        ):
+            vm = session.get(VM, event.vm_id) if event.kind == events.VM_RETURNED else None
+            is_ready = vm is not None and machine_state(vm) != "draining"
+            news = "answers again" if vm is None else "is not lost any more"
+            return f"{event.vm_id} {news}" + (": it takes jobs again" if is_ready else "")
         case kind if kind in _PLAIN:
             gpu = f"GPU {detail.get('index')} of {event.vm_id}" if kind in _OF_GPUS else None
             action = kind.partition(".")[2].replace("_", " ")

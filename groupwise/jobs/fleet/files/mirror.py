@@ -203,6 +203,14 @@ def _write_row(
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
     locked_attempt(session, output.epoch, output.owner)
     record_mirrored(session, output.epoch, output.rank)
+    manifest = {path: [e.sha256, e.mode, e.size] for path, e in checkpoint.files.items()}
+    # The one from which this attempt resumed is in its outputs, too: it keeps the time at which it was first mirrored.
+    from_earlier = select(Checkpoint).where(
+        Checkpoint.job_id == output.job_id,
+        Checkpoint.epoch < output.epoch,
+        Checkpoint.path == checkpoint.path,
+    )
+    same = [row.mirrored_at for row in session.scalars(from_earlier) if row.manifest == manifest]
     session.merge(
         Checkpoint(
             job_id=output.job_id,
@@ -210,8 +218,8 @@ def _write_row(
             epoch=output.epoch,
             path=checkpoint.path,
             step=checkpoint.step,
-            manifest={path: [e.sha256, e.mode, e.size] for path, e in checkpoint.files.items()},
-            mirrored_at=database_time(session),
+            manifest=manifest,
+            mirrored_at=min(same, default=database_time(session)),
         )
     )
     session.flush()

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import and_, or_, select, update
+from sqlalchemy import and_, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.api.schemas.fleet import MAX_CHANGED
@@ -33,7 +33,7 @@ from groupwise.jobs.fleet.queue import (
     untracked_processes,
 )
 from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
-from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus, Outcome
+from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, Contact, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import at_one_moment, database_time
 from groupwise.jobs.fleet.store.tables import (
@@ -174,10 +174,46 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
     warnings = _memory_warnings(
         session, [j.job_id for j in jobs if j.status == JobStatus.COMPLETED]
     )
+    newest = _newest_attempts(session, jobs)
+    warnings |= {
+        job_id: "its machine does not answer, and it may go on there"
+        for job_id, attempt in newest.items()
+        if attempt["ended_at"] is None and attempt["contact"] != Contact.OK
+    }
     return [
-        visibility.job(session, actor, job_summary(job) | {"warning": warnings.get(job.job_id)})
+        visibility.job(
+            session,
+            actor,
+            job_summary(job)
+            | _command_times(job, newest.get(job.job_id))
+            | {"warning": warnings.get(job.job_id)},
+        )
         for job in jobs
     ]
+
+
+def _newest_attempts(session: Session, jobs: Sequence[Job]) -> dict[str, Document]:
+    """The newest attempt of each job that runs or has ended: the times of its command, and whether its machine answers."""
+    waiting = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
+    job_ids = [job.job_id for job in jobs if job.status not in waiting]
+    epochs = select(func.max(Attempt.epoch)).where(Attempt.job_id.in_(job_ids))
+    names = ("job_id", "generation", "running_at", "ended_at", "contact")
+    columns = [getattr(Attempt, name) for name in names]
+    rows = session.execute(
+        select(*columns).where(Attempt.epoch.in_(epochs.group_by(Attempt.job_id)))
+    )
+    return {row["job_id"]: dict(row) for row in rows.mappings()}
+
+
+def _command_times(job: Job, attempt: Document | None) -> Document:
+    """When the newest attempt's command began and ended, in seconds of the database's clock; None if it has not, or not since `resume`."""
+    is_earlier = attempt is not None and attempt["generation"] != job.generation
+    if attempt is None or is_earlier or attempt["running_at"] is None:
+        return {"running_at": None, "ran_until": None}
+    # A job that was cancelled while it waited for another attempt ended later than this one.
+    ends = [attempt["ended_at"], job.end_time and job.end_time.timestamp()]
+    ran_until = min((end for end in ends if end is not None), default=None)
+    return {"running_at": attempt["running_at"], "ran_until": ran_until}
 
 
 def _memory_warnings(session: Session, completed: Sequence[str]) -> dict[str, str]:
@@ -201,7 +237,9 @@ def show(session: Session, actor: Actor, job_id: str) -> Document:
     standstill = status.why_nothing_starts(session)
     if waiting and job.status != JobStatus.HELD and standstill is not None:
         waiting.insert(0, standstill)
+    newest = _newest_attempts(session, [job]).get(job_id)
     document = job_document(job) | {
+        **_command_times(job, newest),
         "waiting": waiting,
         "attempts": attempts(session, job_id),
         "checkpoints": checkpoints(session, job_id),

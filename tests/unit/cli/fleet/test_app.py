@@ -374,6 +374,9 @@ def test_a_removed_machine_is_added_again_by_its_name(
     assert ("new disk on Friday " * 9).strip() in seen("vm", "list")[1], "no terminal, nothing cut"
     code, _, err = seen("vm", "add", "never")
     assert (code, "where is the machine?" in err) == (2, True)
+    for name in [machine["vm_id"] for machine in json.loads(seen("vm", "list", "--json")[1])]:
+        seen("vm", "remove", name)
+    assert "vm list --removed" in seen("vm", "list")[2]
 
 
 # --- jobs

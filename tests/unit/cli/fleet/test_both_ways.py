@@ -271,7 +271,11 @@ def test_jobs_are_submitted_changed_and_ended_from_afar(ways: BothWays, tmp_path
     assert ways.afar("release", job)[2] == f"{job} is queued\n"
     assert ways.afar("stop", job, "--reason", "no more")[2] == f"{job} is cancelled\n"
     assert "reason no more" in ways.both("show", job)[1]
-    assert ways.afar("resume", job)[2] == f"{job} is queued again\n"
+    resumed = ways.afar("resume", job)[2]
+    assert resumed.startswith(f"{job} is queued again, with its files as they were sent on 20")
+    job = ways.here("submit", "--gpus", "0", "--", "true")[1].strip()
+    ways.here("stop", job)
+    assert ways.here("resume", job)[2] == f"{job} is queued again\n"
 
 
 def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Path) -> None:

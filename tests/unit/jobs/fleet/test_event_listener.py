@@ -69,6 +69,19 @@ async def test_a_line_about_a_silent_machine_names_machine_and_job(
         assert job_id in line
 
 
+@pytest.mark.parametrize("draining", [False, True])
+async def test_the_return_of_a_lost_machine_is_reported(
+    database: Database, tmp_path: Path, draining: bool
+) -> None:
+    add_machine(database, "gpu-1", lost_at=5.0, draining=draining)
+    listener = EventListener(place_in(tmp_path), database, print)
+    listener._position = 0
+    assert database.run(lambda s: records.return_to_use(s, "me", "gpu-1"))
+    [line] = [line for line in database.read(listener._next_lines)[0] if "not lost" in line]
+    assert "gpu-1" in line
+    assert ("takes jobs" in line) is not draining
+
+
 async def test_a_line_about_a_waiting_job_says_why_the_machine_does_not_take_it(
     database: Database, tmp_path: Path
 ) -> None:

@@ -276,6 +276,22 @@ async def test_a_job_that_started_again_keeps_what_it_does_now(
         assert steps(database) == left
 
 
+async def test_a_checkpoint_handed_to_the_next_attempt_keeps_its_time(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    mirror = CheckpointMirror(store, Gateway(database))
+    host.checkpoint("outputs/c-10", 10, weights=b"x")
+    await mirror.mirror(begin(database, host))
+    database.run(lambda s: s.execute(update(Checkpoint).values(mirrored_at=5.0)))
+    second = begin(database, host)
+    await mirror.mirror(second)
+    assert [(row.epoch, row.mirrored_at) for row in rows(database)][-1] == (second.epoch, 5.0)
+    host.checkpoints.clear()
+    host.checkpoint("outputs/c-10", 10, weights=b"another")
+    await mirror.mirror(begin(database, host))
+    assert max(row.mirrored_at for row in rows(database)) > 5.0
+
+
 async def test_a_former_owner_of_the_attempt_records_no_checkpoint(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:

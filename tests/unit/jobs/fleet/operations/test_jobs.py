@@ -7,7 +7,7 @@
 """
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.cli.fleet.printing import print_jobs
+from groupwise.cli.fleet.printing import print_job, print_jobs
 from groupwise.jobs.fleet.operations import jobs
 from groupwise.jobs.fleet.operations.jobs import JobFilter
 from groupwise.jobs.fleet.states import JobStatus
@@ -23,6 +23,11 @@ from groupwise.jobs.fleet.store.tables import Attempt, Job
 
 WAITING = ["queued", "pending", "held"]
 FINAL = ["completed", "failed", "cancelled"]
+
+
+def set_columns(small: Any, epoch: int, **columns: Any) -> None:
+    change = update(Attempt).where(Attempt.epoch == epoch).values(**columns)
+    small.database.run(lambda s: s.execute(change))
 
 
 # --- looking
@@ -48,6 +53,44 @@ def test_a_job_that_completed_without_some_of_its_processes_says_so_in_the_list(
     listed = {each["job_id"]: each["warning"] for each in small.do(jobs.listing, JobFilter())}
     assert listed.pop(made[0]) is None
     assert "2 of its processes" in listed.pop(made[2])
+
+
+def test_the_list_counts_from_the_start_of_the_command_and_names_a_silent_machine(
+    small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = datetime.now(UTC)
+    times: dict[str, Any] = {"start_time": now - timedelta(seconds=30)}
+    ran, never = (small.job("completed", end_time=now, **times) for _ in range(2))
+    silent = small.job("running", **times)
+    set_columns(small, small.attempt(ran, small.machine("one")), running_at=now.timestamp() - 20.0)
+    small.attempt(never, small.machine("two"), cleanup="clean", state="ended")
+    columns = {"running_at": now.timestamp() - 5.0, "contact": "unreachable"}
+    set_columns(small, small.attempt(silent, small.machine("three")), **columns)
+    print_jobs(small.do(jobs.listing, JobFilter()), now.timestamp())
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " 20 s" in lines[ran]
+    assert " 30 s" not in lines[ran] + lines[never] + lines[silent]
+    assert " 5 s" in lines[silent]
+    assert [job for job, line in lines.items() if "does not answer" in line] == [silent]
+    print_job(small.do(jobs.show, ran), now.timestamp())
+    assert "took       20 s" in capsys.readouterr().out
+    assert small.do(jobs.show, never)["running_at"] is None
+
+
+def test_show_names_the_command_that_prints_the_whole_log_if_it_shows_a_part(
+    small: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = small.job("failed")
+    epoch = small.attempt(job, small.machine(), cleanup="clean", state="collecting")
+    record = {"code": 1, "signal": None, "reason": "exited"}
+    for lines, is_cut in ((5, False), (6, True)):
+        exit_record = record | {"tail": "".join(f"line {n}\n" for n in range(lines))}
+        evidence = {"members": [{"rank": 0, "exit": exit_record}]}
+        set_columns(small, epoch, evidence=evidence)
+        print_job(small.do(jobs.show, job), time.time())
+        shown = capsys.readouterr().out
+        assert (f"groupwise fleet logs {job} --attempt {epoch}" in shown) is is_cut
+        assert ("line 0" in shown) is not is_cut
 
 
 def test_filters_are_laid_over_each_other(small: Any) -> None:
