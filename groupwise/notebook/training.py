@@ -79,13 +79,17 @@ def train_grpo(
     Resumes an earlier training with the same config, rows and rewards that was cut off. If one was finished, its result is returned,
     since a new one would be the same bit by bit; `resume=False` starts a new one in a folder of its own. `reward_functions` replaces
     those of the config, `extra_reward_functions` adds to them; each function may be a pair with its weight. An interrupted cell leaves a
-    checkpoint of the last whole step and raises `Stopped`. If no kernel draws its page, some completions are printed as text.
+    checkpoint of the last whole step and raises `Stopped`. If no kernel draws its page, some completions are printed as text. At the end
+    it says what the numbers of the last steps mean.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     session.given_rewards = reward_functions, extra_reward_functions
     page = kernel_display() is not None
-    return run_training(session, rewards, [] if page else [Completions()], resume=resume)
+    state = run_training(session, rewards, [] if page else [Completions()], resume=resume)
+    for advice in state.grpo_trainer.summary.get("advice", ()):
+        tell(f"{advice['says']} {advice['do']}")
+    return state
 
 
 def run_training(
@@ -146,8 +150,6 @@ def run_training(
         raise NothingScoredError(f"{error.message}\n{REWARDS_CHANGED}") from error
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
-    for advice in result.summary.get("advice", ()):
-        tell(f"{advice['says']} {advice['do']}")
     return _trainer_state(session, result)
 
 

@@ -32,7 +32,8 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     assert kernel.run(BEGIN) == []
     [table] = kernel.run(SESSION)
     assert "6 steps of 2 prompts" in table["data"]["text/html"]
-    [page] = kernel.run(TRAIN)
+    page, advice = kernel.run(TRAIN)
+    assert "are cut off by the length limit" in advice["text"]
     assert "step 6/6" in page["data"]["text/html"]
     assert page["data"]["text/html"].count("<img") == 3
     exported = kernel.run("path = export_checkpoint(config, state)")
