@@ -507,7 +507,7 @@ def known(words: list[str]) -> bool:
             return (ROOT / notebook).is_file()
         case ["pip", "install", target] | ["pip", "install", target, "jupyterlab", "ipywidgets"]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            wanted = re.fullmatch(r"(?:\.|groupwise)\[([\w,]+)\]", target)
+            wanted = re.fullmatch(r"\.\[([\w,]+)\]", target)
             return wanted is not None and set(wanted[1].split(",")) <= set(
                 project["optional-dependencies"]
             )
