@@ -39,7 +39,7 @@ STYLE = """
 """A command is read whole, without scrolling sideways; names in tables end their lines where CELL's have a break; wide screens have
 wider pages; on a phone drawings are small."""
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
-WORKER = """
+WORKER = r"""
 // Browsers start no worker for a page that was opened from a folder. This one runs in a hidden frame.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
@@ -63,6 +63,13 @@ if (location.protocol === "file:") {
     }
   };
 }
+// The search takes - and + before a word, and : ^ ~ in it, for operators. In --dry-run and FILE:NAME they are none.
+const sendAsIs = Worker.prototype.postMessage;
+Worker.prototype.postMessage = function (message) {
+  const query = typeof message.data === "string";
+  const data = query ? message.data.replace(/(^|[\s"])[-+]+|[:^~]/g, "$1 ") : message.data;
+  sendAsIs.call(this, { ...message, data });
+};
 """
 """The theme would load such a script from unpkg.com."""
 LESS_FOUND = ("decisions/", "correctness.md", "lab-notes/", "python.md", *AT_THE_TOP)

@@ -24,6 +24,7 @@ class Row:
 
     item: str
     promise: str
+    folded: str
     tests: tuple[str, ...]
     mutated: bool
 
@@ -35,7 +36,7 @@ def rows() -> list[Row]:
         if re.match(r"\| \d", line)
     ]
     return [
-        Row(item, promise, tuple(re.findall(r"`([^`]+)`", tests)), mutated == "✓")
+        Row(item, promise, tests, tuple(re.findall(r"`([^`]+)`", tests)), mutated == "✓")
         for item, promise, tests, mutated in lines
     ]
 
@@ -62,7 +63,9 @@ def test_every_item_has_its_row() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.item)
 def test_the_named_in_an_item_exist(row: Row) -> None:
     assert row.tests
-    assert len(set(row.tests)) == len(row.tests)
+    count = len(set(row.tests))
+    assert count == len(row.tests)
+    assert row.folded.startswith(f"<details><summary>{count} tests</summary>`"), f"{count} tests"
     for test in row.tests:
         file, _, name = test.partition("::")
         assert name in named_in(file), f"{test} is not there; {file} has {sorted(named_in(file))}"

@@ -1,6 +1,7 @@
 """Sums of two numbers, scored by the last reply and by whether the tool was called."""
 
 import random
+import re
 
 import verifiers.v1 as vf
 
@@ -29,8 +30,8 @@ class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        """1 if the last reply has the sum."""
-        return float(self.data.answer in trace.last_reply)
+        """1 if the last number of the last reply is the sum."""
+        return float(re.findall(r"\d+", trace.last_reply)[-1:] == [self.data.answer])
 
     @vf.reward(weight=0.2)
     async def uses_tool(self, trace: vf.Trace) -> float:
