@@ -277,23 +277,27 @@ def fold(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
 def print_table(rows: Sequence[Sequence[str]], least: Mapping[int, int] | None = None) -> None:
     """Print cells in columns, the header first.
 
-    `least`: columns that are shortened if the table is too wide for the terminal, the first one first, each to this width at least.
+    `least`: columns that are shortened if the table is too wide for the terminal, each to this width at least, and left out if that is
+    not enough; the first one first.
     """
     cells_of_rows = [[one_line(cell) for cell in row] for row in rows]
-    columns = range(len(cells_of_rows[0]))
-    widths = [max(cell_len(row[column]) for row in cells_of_rows) for column in columns]
+    shown = [*range(len(cells_of_rows[0]))]
+    widths = [max(cell_len(row[column]) for row in cells_of_rows) for column in shown]
     if least and sys.stdout.isatty():
-        too_wide = sum(widths) + 2 * (len(widths) - 1) - shutil.get_terminal_size().columns
-        for column, width in least.items():
-            less = max(0, min(too_wide, widths[column] - width))
+        terminal = shutil.get_terminal_size().columns
+        smallest = [min(width, least.get(column, width)) for column, width in enumerate(widths)]
+        for column in least:
+            if sum(smallest[each] + 2 for each in shown) - 2 > terminal:
+                shown.remove(column)
+        too_wide = sum(widths[each] + 2 for each in shown) - 2 - terminal
+        for column in [each for each in least if each in shown]:
+            less = max(0, min(too_wide, widths[column] - smallest[column]))
             widths[column] -= less
             too_wide -= less
             for row in cells_of_rows:
                 row[column] = shorten(row[column], widths[column])
     for row in cells_of_rows:
-        cells = (
-            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
-        )
+        cells = (row[each] + " " * (widths[each] - cell_len(row[each])) for each in shown)
         print_text("  ".join(cells).rstrip())
 
 

@@ -93,7 +93,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     head = ("name", "state", "steps", "reward", "started", "model", "task")
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < WIDE
     rows = [head, *(_info_row(info, narrow=narrow) for info in infos)]
-    least = {"model": 8, "task": 6, "name": 12}
+    least = {"task": 6, "model": 8, "started": 16}  # the next command needs the whole name
     print_table(rows, {head.index(name): width for name, width in least.items()})
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them

@@ -1,4 +1,4 @@
-"""A run as one HTML file that opens anywhere: the overview with its plots, some rollouts of the newest step, and all settings.
+"""A run as one HTML file that opens anywhere: the overview with its plots, some of its rollouts, and all settings.
 
 `groupwise runs export RUN --html FILE` writes it. Styles, scripts and curves are in the file, and its policy forbids the browser to load
 anything else. It is the page of `overview.py`, without the links to other pages of the dashboard.
@@ -7,7 +7,7 @@ anything else. It is the page of `overview.py`, without the links to other pages
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
-from groupwise.runs.records import Order, RolloutFilter
+from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.training.sft_config import settings_that_differ
 
 COLUMNS = 400
 """Columns of each curve: a file cannot fetch finer ones for a range."""
 ROLLOUTS = 5
-"""Headings of the lists of rollouts, and how each list is sorted."""
-ORDERS: dict[str, Order] = {"The highest rewards": "best", "The lowest rewards": "worst"}
+"""Most rollouts in each of the two lists."""
 
 
 def write_one_file(
@@ -50,20 +49,16 @@ def write_one_file(
             for plots in overview["plots"].values()
             for plot in plots
         ]
+        scored = RolloutFilter(outcome="scored", limit=ROLLOUTS)
+        lists = {
+            "The highest rewards of the run": replace(scored, order="best"),
+            "The lowest rewards of the newest step": replace(
+                scored, order="worst", step=store.step_count() or None
+            ),
+        }
         rollouts = {
-            words: [
-                asdict(view)
-                for view in store.rollouts(
-                    RolloutFilter(
-                        step=store.step_count() or None,
-                        outcome="scored",
-                        order=order,
-                        limit=ROLLOUTS,
-                    ),
-                    LISTED,
-                )
-            ]
-            for words, order in ORDERS.items()
+            words: [asdict(view) for view in store.rollouts(filters, LISTED)]
+            for words, filters in lists.items()
         }
     config = read_config(path)
     data = {

@@ -148,6 +148,12 @@ class TestList:
         (line,) = (line for line in lines if line.startswith("sort-with-seed-17  "))
         assert re.search(r"  \d\d-\d\d \d\d:\d\d  ", line)
         assert all(len(line) <= 80 for line in lines[:3])
+        (runs / "sort-with-seed-17").rename(runs / f"sort-with-{'long-' * 3}seed-17")
+        list_command(runs)
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert head.split() == ["name", "state", "steps", "reward", "started"]
+        assert any(line.startswith(f"sort-with-{'long-' * 3}seed-17  ") for line in lines)
+        assert all(len(line) <= 80 for line in lines[:2])
 
     def test_tables_fit_a_terminal_of_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.dashboard.runs.one_file import write_one_file
+from groupwise.runs.find import best_and_worst
 from tests.web_runs import HOSTILE, write_run
 
 
@@ -24,6 +25,16 @@ def test_the_file_has_all_that_it_needs_and_may_load_nothing(tmp_path: Path) -> 
     assert len(curves["reward\nreward_std"]["runs"]["sent"]["reward"]["mean"]) == 6
     assert curves["rollouts/failed\nrollouts/timed_out"]["totals"]["sent"]["mean"] == [2.0] * 6
     assert str(tmp_path) not in page, "where it was made is nobody's business"
+
+
+def test_the_highest_rewards_are_those_of_the_run_with_their_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "sent", 8)
+    best = best_and_worst(run)["best"]
+    assert best.step is not None
+    assert best.step < 8, "the newest step has others"
+    page = write_one_file(str(run), tmp_path / "sent.html").read_text("utf-8")
+    highest = page.split(">The highest rewards of the run<")[1].split("</article>")[0]
+    assert f"Rollout {best.rollout} of group {best.group}</b><span>step {best.step}<" in highest
 
 
 @pytest.mark.parametrize(("run", "file", "says"), [

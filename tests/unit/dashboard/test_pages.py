@@ -109,6 +109,19 @@ async def test_a_supervised_run_whose_rollouts_earn_nothing_has_its_pages(tmp_pa
         assert (await client.get("/runs/given?format=json")).json()["change"] is None
 
 
+async def test_only_advice_on_a_problem_has_the_colour_of_a_warning(tmp_path: Path) -> None:
+    record = write_run(tmp_path / "learnt", 1) / "run.db"
+    with closing(sqlite3.connect(record)) as database, database:
+        database.execute(
+            "UPDATE metrics SET name = 'rollouts/solved', value = 0.95 WHERE name = 'own/number'"
+        )
+    async with asking(tmp_path) as client:
+        page = (await client.get("/runs/learnt", headers={"accept": "text/html"})).text
+    notices = re.findall(r'<div class="notice( plain|)"><p>(.*?)</p>', page)
+    assert [kind for kind, says in notices if "solved" in says] == [" plain"]
+    assert [kind for kind, says in notices if "could not be scored" in says] == [""]
+
+
 async def test_pages_of_runs_as_json(client: httpx2.AsyncClient) -> None:
     async def said(path: str) -> Any:
         return (await client.get(path, headers={"accept": "application/json"})).json()
