@@ -32,6 +32,7 @@ LOADED = re.compile(r"(?:src=|<link [^>]*href=)[\"']https?://[^\"']*")
 STYLE = """
 .md-typeset .language-console code { white-space: pre-wrap; }
 .md-typeset td code { word-break: normal; }
+.md-typeset td details { margin: 0; }
 .md-typeset table:not([class]) :is(td, th) { padding: 0.6em 0.8em; min-width: 4rem; }
 @media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
 @media (max-width: 44.9375em) { .md-typeset .language-text code { font-size: 0.5rem; } }

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import ViewportSize, expect
+from playwright.sync_api import Browser, ViewportSize, expect
 
 from groupwise.api.client import TrainingClient
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.dashboard.runs.one_file import write_one_file
 from groupwise.jobs.fleet.files.logs import append, make
 from groupwise.jobs.fleet.local import LocalFleet
+from scripts.site_hooks import WORKER
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
@@ -326,3 +327,23 @@ def test_a_log_grows_where_somebody_reads_it(
         expect(log).to_contain_text("the end")
         size = log.evaluate("element => element.textContent.length")
         assert size < 2_300_000, "what is long gone is not kept"
+
+
+def test_the_search_of_the_documentation_takes_options_as_they_are_written(
+    browser: Browser,
+) -> None:
+    page = browser.new_page()
+    page.evaluate(
+        "() => { window.Worker = class { postMessage({ data }) { window.query = data; } } }"
+    )
+    page.add_script_tag(content=WORKER)
+    send = "(data) => { new Worker().postMessage({ data }); return window.query; }"
+    queries = ["--dry-run", 'a "--resume"', "rewards.py:right", "max_steps=3 group-relative"]
+    understood = [page.evaluate(send, query).split() for query in queries]
+    page.close()
+    assert understood == [
+        ["dry-run"],
+        ["a", '"', 'resume"'],
+        ["rewards.py", "right"],
+        ["max_steps=3", "group-relative"],
+    ]
