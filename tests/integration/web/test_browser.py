@@ -191,6 +191,18 @@ def test_a_run_as_one_file_needs_no_server(visit: Visit, tmp_path: Path) -> None
     expect(page.locator(".rollout")).to_have_count(10)
     assert (page.evaluate("document.body.dataset.owned"), asked) == (None, [file.as_uri()])
     assert (serious_in(page), too_wide(page)) == ([], False)
+    plots, drawn = page.locator(".plot"), page.locator(".plot canvas")
+    assert drawn.count() < plots.count()
+    page.pdf()
+    assert drawn.count() == plots.count(), "all of them are printed"
+
+
+def test_a_run_as_one_file_shows_the_reward_without_a_script(visit: Visit, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "sent", 4)
+    file = write_one_file(str(run), tmp_path / "sent.html")
+    page = visit(file.as_uri(), java_script_enabled=False).goes("")
+    expect(page.get_by_role("img", name="Curve of the reward")).to_be_visible()
+    expect(page.locator(".looks")).to_be_hidden()
 
 
 def test_a_key_is_typed_once(visit: Visit, tmp_path: Path) -> None:
