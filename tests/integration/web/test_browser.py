@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.dashboard.runs.one_file import write_one_file
 from groupwise.jobs.fleet.files.logs import append, make
 from groupwise.jobs.fleet.local import LocalFleet
+from scripts import site_hooks
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
@@ -338,3 +340,23 @@ def test_a_log_grows_where_somebody_reads_it(
         expect(log).to_contain_text("the end")
         size = log.evaluate("element => element.textContent.length")
         assert size < 2_300_000, "what is long gone is not kept"
+
+
+def test_drawings_of_the_documentation_fit_a_phone(visit: Visit, tmp_path: Path) -> None:
+    text = (site_hooks.ROOT / "docs" / "concepts.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    pre = '<div class="language-text highlight"><pre><span></span><code>{}</code></pre></div>'
+    drawings = site_hooks.on_page_content("".join(pre.format(escape(block)) for block in blocks))
+    of_theme = "html { font-size: 20px } body, pre { margin: 0 } code { display: block; padding: 0 1.18em; overflow: auto }"
+    file = tmp_path / "drawings.html"
+    file.write_text(
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{of_theme}{site_hooks.STYLE}</style>'
+        f'<div class="md-typeset">{drawings}</div>'
+    )
+    page = visit(file.as_uri(), viewport=PHONE).goes("")
+    code = page.locator("code")
+    cut = "blocks => blocks.filter(each => each.scrollWidth > each.clientWidth).length"
+    size = "blocks => Math.min(...blocks.map(each => parseFloat(getComputedStyle(each).fontSize)))"
+    assert code.count() == len(blocks) > 5
+    assert code.evaluate_all(cut) == 0
+    assert code.evaluate_all(size) >= 6
