@@ -9,6 +9,7 @@ build, and so does one that loads something from elsewhere.
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ STYLE = """
 .md-typeset td details { margin: 0; }
 .md-typeset table:not([class]) :is(td, th) { padding: 0.6em 0.8em; min-width: 4rem; }
 @media (min-width: 76.25em) { .md-grid { max-width: 80rem; } }
-@media (max-width: 44.9375em) { .md-typeset .language-text code { font-size: 0.5rem; } }
+.md-typeset .language-text .md-code__nav { display: none; }
+@media (max-width: 44.9375em) {
+  .md-typeset .language-text code { font-size: min(0.5rem, calc(100vw / (var(--columns, 0) * 0.61 + 2.4))); }
+}
 """
 """A command is read whole, without scrolling sideways; names in tables end their lines where CELL's have a break; wide screens have
-wider pages; on a phone drawings are small."""
+wider pages; nobody copies a drawing, and on a phone it is small: a letter is 0.61 em wide, and the margins 2.4 em."""
+DRAWING = re.compile(r'(<div class="language-text highlight")>(.*?)</pre>', re.DOTALL)
+MAX_COLUMNS = 102
+"""Widest drawing that is made to fit a phone: of 390 pixels it gives 6 to a letter's height. Wider ones are scrolled sideways."""
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 WORKER = r"""
 // Browsers start no worker for a page that was opened from a folder. This one runs in a hidden frame.
@@ -139,11 +146,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Long names in tables may be broken after a dot, a slash or an underscore."""
+    """Long names in tables may be broken after a dot, a slash or an underscore. A drawing says to its style how wide it is."""
 
     def breakable(code: re.Match[str]) -> str:
         return re.sub(r"([._/:,=]+)(?=\w)", r"\1<wbr>", code[0])
 
+    def measured(drawing: re.Match[str]) -> str:
+        text = unescape(re.sub(r"<[^>]*>", "", drawing[2]))
+        columns = max(map(len, text.splitlines()), default=0)
+        style = f' style="--columns: {columns}"' if columns <= MAX_COLUMNS else ""
+        return f"{drawing[1]}{style}>{drawing[2]}</pre>"
+
+    html = DRAWING.sub(measured, html)
     return CELL.sub(lambda cell: re.sub(r"(?<=<code>)[^<]+", breakable, cell[0]), html)
 
 

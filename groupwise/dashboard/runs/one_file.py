@@ -1,7 +1,8 @@
 """A run as one HTML file that opens anywhere: the overview with its plots, some of its rollouts, and all settings.
 
 `groupwise runs export RUN --html FILE` writes it. Styles, scripts and curves are in the file, and its policy forbids the browser to load
-anything else. It is the page of `overview.py`, without the links to other pages of the dashboard.
+anything else. It is the page of `overview.py`, without the links to other pages of the dashboard. Without JavaScript it shows the curve of
+the reward, or of the loss.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.page import picture
+from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
 from groupwise.dashboard.runs.overview import overview_of
 from groupwise.dashboard.runs.rollouts import LISTED
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
+from groupwise.runs.curves import warm_up_curve
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.records import RolloutFilter
@@ -60,6 +64,7 @@ def write_one_file(
             words: [asdict(view) for view in store.rollouts(filters, LISTED)]
             for words, filters in lists.items()
         }
+        picture_of_curve = _curve_without_script(store, path, overview["metric"])
     config = read_config(path)
     data = {
         **overview,
@@ -67,6 +72,7 @@ def write_one_file(
         "settings": flatten(config),
         "changed": flatten(settings_that_differ(config)),
         "curves": _as_script(dict(curves)),
+        "picture": picture_of_curve,
         "inline": _static_text,
     }
     page = render("one_file.html", data).encode("utf-8", "replace")
@@ -84,6 +90,14 @@ def _curves_of_plot(store: Store, run: str, plot: dict[str, Any]) -> tuple[str, 
     )
     answer = curves_of_run(store, query)
     return "\n".join(names), {key: {run: value} for key, value in answer.items()}
+
+
+def _curve_without_script(store: Store, path: Path, metric: str | None) -> str:
+    """The curve of `reward.svg` or `loss.svg`, as an HTML image; empty if there is no such metric."""
+    if metric is None:
+        return ""
+    series = with_mean(metric, store.metrics([metric])[metric], warm_up_curve(path, metric))
+    return picture(svg_curve(series, metric), f"Curve of the {metric}")
 
 
 def _static_text(name: str) -> str:

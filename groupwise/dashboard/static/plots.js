@@ -634,6 +634,11 @@ const seen = new IntersectionObserver(
   { rootMargin: "200px" },
 );
 
+// What is printed has all of them.
+addEventListener("beforeprint", () => {
+  for (const element of document.querySelectorAll(".plot")) if (element.dataset.drawn !== "yes") draw(element);
+});
+
 function watch() {
   for (const element of drawn.keys()) {
     if (!element.isConnected) none(element, "");

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.dashboard.runs.one_file import write_one_file
 from groupwise.jobs.fleet.files.logs import append, make
 from groupwise.jobs.fleet.local import LocalFleet
-from scripts.site_hooks import WORKER
+from scripts import site_hooks
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
@@ -192,6 +193,18 @@ def test_a_run_as_one_file_needs_no_server(visit: Visit, tmp_path: Path) -> None
     expect(page.locator(".rollout")).to_have_count(10)
     assert (page.evaluate("document.body.dataset.owned"), asked) == (None, [file.as_uri()])
     assert (serious_in(page), too_wide(page)) == ([], False)
+    plots, drawn = page.locator(".plot"), page.locator(".plot canvas")
+    assert drawn.count() < plots.count()
+    page.pdf()
+    assert drawn.count() == plots.count(), "all of them are printed"
+
+
+def test_a_run_as_one_file_shows_the_reward_without_a_script(visit: Visit, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "sent", 4)
+    file = write_one_file(str(run), tmp_path / "sent.html")
+    page = visit(file.as_uri(), java_script_enabled=False).goes("")
+    expect(page.get_by_role("img", name="Curve of the reward")).to_be_visible()
+    expect(page.locator(".looks")).to_be_hidden()
 
 
 def test_a_key_is_typed_once(visit: Visit, tmp_path: Path) -> None:
@@ -336,7 +349,7 @@ def test_the_search_of_the_documentation_takes_options_as_they_are_written(
     page.evaluate(
         "() => { window.Worker = class { postMessage({ data }) { window.query = data; } } }"
     )
-    page.add_script_tag(content=WORKER)
+    page.add_script_tag(content=site_hooks.WORKER)
     send = "(data) => { new Worker().postMessage({ data }); return window.query; }"
     queries = ["--dry-run", 'a "--resume"', "rewards.py:right", "max_steps=3 group-relative"]
     understood = [page.evaluate(send, query).split() for query in queries]
@@ -347,3 +360,23 @@ def test_the_search_of_the_documentation_takes_options_as_they_are_written(
         ["rewards.py", "right"],
         ["max_steps=3", "group-relative"],
     ]
+
+
+def test_drawings_of_the_documentation_fit_a_phone(visit: Visit, tmp_path: Path) -> None:
+    text = (site_hooks.ROOT / "docs" / "concepts.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    pre = '<div class="language-text highlight"><pre><span></span><code>{}</code></pre></div>'
+    drawings = site_hooks.on_page_content("".join(pre.format(escape(block)) for block in blocks))
+    of_theme = "html { font-size: 20px } body, pre { margin: 0 } code { display: block; padding: 0 1.18em; overflow: auto }"
+    file = tmp_path / "drawings.html"
+    file.write_text(
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{of_theme}{site_hooks.STYLE}</style>'
+        f'<div class="md-typeset">{drawings}</div>'
+    )
+    page = visit(file.as_uri(), viewport=PHONE).goes("")
+    code = page.locator("code")
+    cut = "blocks => blocks.filter(each => each.scrollWidth > each.clientWidth).length"
+    size = "blocks => Math.min(...blocks.map(each => parseFloat(getComputedStyle(each).fontSize)))"
+    assert code.count() == len(blocks) > 5
+    assert code.evaluate_all(cut) == 0
+    assert code.evaluate_all(size) >= 6

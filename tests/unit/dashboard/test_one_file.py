@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -18,13 +19,16 @@ def test_the_file_has_all_that_it_needs_and_may_load_nothing(tmp_path: Path) -> 
     run = write_run(tmp_path / "runs" / "sent", 6, write=lambda *_: HOSTILE)
     page = write_one_file(str(run), tmp_path / "new" / "sent.html").read_text("utf-8")
     assert "default-src 'none'" in page
-    assert not re.search(r"<(?:script|link|img|a)\b[^>]* (?:src|href)=\"(?!#)", page)
+    assert not re.search(r"<(?:script|link|img|a)\b[^>]* (?:src|href)=\"(?!#|data:)", page)
     found = re.search(r'id="curves">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     curves = json.loads(found[1])
     assert len(curves["reward\nreward_std"]["runs"]["sent"]["reward"]["mean"]) == 6
     assert curves["rollouts/failed\nrollouts/timed_out"]["totals"]["sent"]["mean"] == [2.0] * 6
     assert str(tmp_path) not in page, "where it was made is nobody's business"
+    without_script = re.search(r"<noscript>.*?svg\+xml;base64,(.*?)\".*?</noscript>", page)
+    assert without_script is not None
+    assert ">reward</text>" in base64.b64decode(without_script[1]).decode()
 
 
 def test_the_highest_rewards_are_those_of_the_run_with_their_steps(tmp_path: Path) -> None:
