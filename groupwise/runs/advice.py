@@ -52,12 +52,12 @@ DO_WITH_TINY_AS_CLIENT = (
     "That is expected of the model tiny, a toy with random weights: it shows that the client works. One that can learn: start with "
     "model_id: smollm2-135m-instruct."
 )
-"""The same for a run of the training server."""
+"""What a client of the training server does about the metrics of OF_TINY in a run of that model."""
 DO_WITH_TINY_IN_NOTEBOOK = (
     "That is expected of the model tiny, a toy with random weights: it shows that the cells work. One that can learn: "
     'TrainingConfig(model="smollm2-135m-instruct").'
 )
-"""The same for a run of a notebook."""
+"""What the user of a notebook does about the metrics of OF_TINY in a run of that model."""
 _TINY_REMEDIES = (DO_WITH_TINY, DO_WITH_TINY_AS_CLIENT, DO_WITH_TINY_IN_NOTEBOOK)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from groupwise.core.errors import StoreError
+from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
@@ -56,6 +57,13 @@ def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
                 number = math.inf
             curves.setdefault(f"{prefix_of(record)}/{name}", {})[record.step] = number
     return curves
+
+
+def svg_of(store: Store, metric: str, title: str) -> str:
+    """The curve of a metric over all steps as SVG, after that of the warm-up; empty if there are no values."""
+    points = store.metrics([metric]).get(metric, [])
+    warm_up = warm_up_curve(store.path.parent, metric)
+    return svg_curve(with_mean(metric, points, warm_up), title=title) if points else ""
 
 
 def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:

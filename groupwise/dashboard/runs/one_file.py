@@ -15,13 +15,12 @@ from typing import Any
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.page import picture
-from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.dashboard.runs.curves import CurvesQuery, curves_of_run
 from groupwise.dashboard.runs.overview import overview_of
 from groupwise.dashboard.runs.rollouts import LISTED
 from groupwise.dashboard.sources.runs import read_entry, stamp_of
 from groupwise.dashboard.templates import STATIC, render
-from groupwise.runs.curves import warm_up_curve
+from groupwise.runs.curves import svg_of
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.records import RolloutFilter
@@ -64,7 +63,8 @@ def write_one_file(
             words: [asdict(view) for view in store.rollouts(filters, LISTED)]
             for words, filters in lists.items()
         }
-        picture_of_curve = _curve_without_script(store, path, overview["metric"])
+        metric: str | None = overview["metric"]
+        svg = "" if metric is None else svg_of(store, metric, metric)
     config = read_config(path)
     data = {
         **overview,
@@ -72,7 +72,7 @@ def write_one_file(
         "settings": flatten(config),
         "changed": flatten(settings_that_differ(config)),
         "curves": _as_script(dict(curves)),
-        "picture": picture_of_curve,
+        "picture": picture(svg, f"Curve of the {metric}") if svg else "",
         "inline": _static_text,
     }
     page = render("one_file.html", data).encode("utf-8", "replace")
@@ -90,14 +90,6 @@ def _curves_of_plot(store: Store, run: str, plot: dict[str, Any]) -> tuple[str, 
     )
     answer = curves_of_run(store, query)
     return "\n".join(names), {key: {run: value} for key, value in answer.items()}
-
-
-def _curve_without_script(store: Store, path: Path, metric: str | None) -> str:
-    """The curve of `reward.svg` or `loss.svg`, as an HTML image; empty if there is no such metric."""
-    if metric is None:
-        return ""
-    series = with_mean(metric, store.metrics([metric])[metric], warm_up_curve(path, metric))
-    return picture(svg_curve(series, metric), f"Curve of the {metric}")
 
 
 def _static_text(name: str) -> str:

@@ -142,7 +142,7 @@ def _reader_of_model(model: str) -> TokenReader | None:
 def segments_of(
     rollout: Rollout, reader: TokenReader, first: int = 0, most: int | None = None
 ) -> list[dict[str, Any]]:
-    """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all.
+    """The segments after the prompt with their tokens: at most `most` of these, from index `first` on; by default all.
 
     A segment that starts a new row has the row's number as `row`, and the end of the row's prompt as `prompt`.
     """

@@ -81,7 +81,7 @@ class Launch:
     gpus: Sequence[str] = ()
     """UUIDs of its GPUs on this machine."""
     share_mb: int | None = None
-    """Memory in MB that it uses of one shared GPU; None: its GPUs are exclusive."""
+    """Memory (MB) that it may use of a GPU that it shares with other jobs; None if it has its GPUs to itself."""
     slot: int | None = None
     """The CPU slot, if it has no GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])

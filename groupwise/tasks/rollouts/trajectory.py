@@ -139,7 +139,7 @@ def _is_answer(message: Message, sampled: str) -> bool:
 
 
 def _written(prompt: Prompt) -> list[str]:
-    """A part of a prompt as texts, with calls of tools as text."""
+    """The messages of a part of a prompt, each as `role: content`, with its calls of tools written out; a text stays one text."""
     if isinstance(prompt, str):
         return [prompt] if prompt.strip() else []
     messages = [calls_as_text(message) for message in prompt]

@@ -21,7 +21,7 @@ from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
 
 MAX_QUOTED = 60
-"""Characters quoted of a prompt."""
+"""A prompt is quoted by its last characters, so many at most."""
 MAX_MEASURED_PROMPTS = 2000
 """Largest number of prompts of a dataset whose length is measured, evenly spread over it."""
 

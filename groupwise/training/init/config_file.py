@@ -47,7 +47,7 @@ WARM_UP_UNTIL = """\
 #     stop_when: [groups/with_signal >= 0.6, groups/distinct < 0.6]
 #   eval: {eval_steps: 1, completions: {max_prompts: 32}}
 """
-"""The same for a task that has held-out prompts too, whose sampled answers say when it is enough."""
+"""The section for a task that also has held-out prompts: their sampled answers say when the warm-up may end."""
 
 
 def commands(kind: Kind, task: str, file: str, *, evaluates: bool) -> list[str]:

@@ -111,7 +111,7 @@ class ForeignConfig:
     own_functions: str | None = None
     """The source of a module with copies of the file's own functions, if they can be copied."""
     flag_uses: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Flag of a command → what the script that it runs does with it."""
+    """What the script does with each flag of the command that is its own, such as `line 12 reads it`."""
 
 
 def read_foreign(file: Path) -> ForeignConfig:

@@ -188,7 +188,7 @@ class _Reader:
     given_flags: Mapping[str, Any] | None = None
     flag_reads: list[str] = field(default_factory=list[str])
     flag_uses: dict[str, str] = field(default_factory=dict[str, str])
-    """Flag -> what the script does with it."""
+    """What the script does with each flag, such as `line 12 reads it`."""
     branches: dict[str, bool] = field(default_factory=dict[str, bool])
     """Conditions that these defaults decide, with their lines, and whether they are true."""
     changed: list[ParsedCall] = field(default_factory=list[ParsedCall])

@@ -75,7 +75,7 @@ CODE = "init_failed"
 MAX_MEASURED_ROWS = 500
 """Number of supervised rows, evenly spread, whose length is measured to choose the completion length of an RL config."""
 LONG_RUN_SECONDS = 30 * 60
-"""Length of a run above which the settings are named that shorten it."""
+"""If a run would take longer than this, `init` says which settings make it shorter."""
 MIB = 2**20
 
 

@@ -83,7 +83,7 @@ class Translation:
     """Path of the module that holds the file's own functions, or should."""
     open_r1: bool = False
     flag_uses: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Flag of a command → what the script that it runs does with it."""
+    """What the script does with each flag of the command that is its own, such as `line 12 reads it`."""
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
     key_statuses: dict[str, KeyStatus] = field(default_factory=dict[str, KeyStatus])
@@ -1101,11 +1101,10 @@ def _translate_run(translation: Translation) -> None:
     if isinstance(output_dir, str) and output_dir.strip("./ "):
         folder, origin = Path(output_dir), translation.origin("output_dir")
         parent = folder.parent if folder.parent != Path() else Path("runs")
-        named = bool(
-            translation.settings.get("run_name")
-        )  # then it names a folder below output_dir
-        translation.choose("run.dir", str(folder if named else parent), origin)
-        if not named:
+        if translation.settings.get("run_name"):
+            translation.choose("run.dir", str(folder), origin)
+        else:
+            translation.choose("run.dir", str(parent), origin)
             translation.choose("run.name", folder.name, origin)
     evaluates = translation.settings.get("do_eval") or _evaluates(translation)
     if "dataset_test_split" in translation.settings and not evaluates:

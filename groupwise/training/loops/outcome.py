@@ -21,7 +21,7 @@ from groupwise.engine.models.artefact import CARD
 from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.runs import find
 from groupwise.runs.advice import advice_on
-from groupwise.runs.curves import warm_up_curve
+from groupwise.runs.curves import svg_of
 from groupwise.runs.folder import FINAL_STEP
 from groupwise.training.callbacks.base import RunEnd
 from groupwise.training.loops.prepare import Prepared
@@ -35,12 +35,7 @@ logger = logging.getLogger(__name__)
 
 def write_curve(run: Training, metric: str) -> None:
     """Write `reward.svg` or `loss.svg`: the metric over all steps."""
-    from groupwise.core.terminal.plot import svg_curve, with_mean
-
-    points = run.folder.store.metrics([metric]).get(metric, [])
-    if points:
-        series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
-        svg = svg_curve(series, title=f"{run.folder.name}: {metric}")
+    if svg := svg_of(run.folder.store, metric, f"{run.folder.name}: {metric}"):
         atomic_files.write_file(run.folder.path / f"{metric}.svg", svg.encode())
 
 
